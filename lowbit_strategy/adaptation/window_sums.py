@@ -14,7 +14,7 @@ from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.collectives.layout import ParamView, add_part_, in_memory_order, views_at
 from lowbit_strategy.control.base import Accumulate
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.tally import Tally
+from lowbit_strategy.engine.transaction_listener import TransactionListener
 from lowbit_strategy.telemetry.measure import StepMeasure
 
 STATE_KEY = "window"
@@ -52,7 +52,7 @@ def _move(names: Iterable[str], source: _Sums, target: _Sums) -> None:
             target[name] = part
 
 
-class WindowSums(Tally):
+class WindowSums(TransactionListener):
     """Sums of each rank's ``local`` gradients, or of this rank's part of the ``mean`` gradient. Discarded gradients do
     not count.
 
@@ -65,7 +65,7 @@ class WindowSums(Tally):
         self._gradient: Accumulate = "local"
         self.forget()
         sync.save_per_rank(STATE_KEY, self)
-        sync.transactions.tallies.append(self)
+        sync.transactions.add(self)
 
     def forget(self) -> None:
         """Restart the window, with nothing open."""
@@ -108,7 +108,7 @@ class WindowSums(Tally):
 
     def _commit_late(self) -> None:
         """Add sums that were under way when their reductions were committed."""
-        self.commit(self._open.keys() - self._sync.transactions.prepared)
+        self.commit(self._open.keys() - self._sync.transactions.open)
 
     def read(self) -> dict[str, Any]:
         """Return the window's telemetry, summed over ranks, and begin the next window."""

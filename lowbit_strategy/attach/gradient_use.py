@@ -51,7 +51,7 @@ class GradientUse:
         if self._sync.ranks.alone or (params := frozen.follow(is_served=is_served)) is None:
             return
         self._name(params)
-        self._sync.follower.name_parameters()
+        self._sync.transactions.follower.name_parameters()
 
     def _name(self, params: Mapping[str, nn.Parameter]) -> None:
         self._params = params
@@ -123,10 +123,10 @@ class GradientUse:
         stepped = [name for name, param in owned.items() if param.grad is not None and name not in self.stepped]
         self.stepped.update(stepped)
         if is_reduced:
-            open_ones = transactions.prepared | set(transactions.undecided)
+            open_ones = transactions.open | set(transactions.undecided)
             transactions.roll_back([name for name in owned if name in open_ones and name not in self.stepped])
-        if stepped and not (is_reduced and transactions.prepared.isdisjoint(stepped)):
-            sync.follower.stepped(optimizer)
+        if stepped and not (is_reduced and transactions.open.isdisjoint(stepped)):
+            transactions.follower.stepped(optimizer)
         if stepped and is_reduced:
             self._settle({name: owned[name] for name in stepped})
             sync.commit(stepped)
@@ -154,11 +154,11 @@ class GradientUse:
         """A backward pass begins: set aside the reductions whose gradients are gone. If a loss scaler skips the step,
         none of them can be used: roll them back.
         """
-        sync, prepared = self._sync, self._sync.transactions.prepared
-        if not prepared or sync.rounds is not None:
+        sync, reduced = self._sync, self._sync.transactions.open
+        if not reduced or sync.rounds is not None:
             return
-        cleared = [name for name in prepared if self._params[name].grad is None]
-        cleared += self._zeroed([name for name in prepared if self._params[name].grad is not None])
+        cleared = [name for name in reduced if self._params[name].grad is None]
+        cleared += self._zeroed([name for name in reduced if self._params[name].grad is not None])
         if cleared and sync.skips_overflow and sync.has_overflowed():
             sync.transactions.roll_back(cleared)
         elif cleared:

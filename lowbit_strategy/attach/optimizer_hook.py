@@ -75,7 +75,7 @@ def has_rate(optimizer: Optimizer) -> bool:
 
 
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
-    reducing = [each for each in _watching if each.sync.transactions.prepared]
+    reducing = [each for each in _watching if each.sync.transactions.open]
     for session in list(_watching):
         if session in reducing or not (_shares(session, reducing) or shares_parameters(session)):
             session.on_optimizer_step(optimizer)

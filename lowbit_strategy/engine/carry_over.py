@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.layout import ParamView
-from lowbit_strategy.engine.tally import Tally
+from lowbit_strategy.engine.transaction_listener import TransactionListener
 from lowbit_strategy.methods._base.method import MethodStore, unsent_part
 
 
@@ -37,7 +37,7 @@ class _Leftover:
         return values if self.factor == 1.0 else values.mul_(self.factor)
 
 
-class CarryOver(Tally):
+class CarryOver(TransactionListener):
     """Leftover residuals by parameter name, in units of the gradient, stored in as few bytes as before.
 
     Each one is added once, to a gradient that is not all zero. If that gradient is discarded, it is added again later.

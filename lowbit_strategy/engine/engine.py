@@ -23,7 +23,6 @@ from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_means import NodeMeans
 from lowbit_strategy.engine.rounds import Rounds
 from lowbit_strategy.engine.saved_state import RankState, Stateful
-from lowbit_strategy.engine.tally import Follower
 from lowbit_strategy.engine.transactions import Transactions
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.kernels.reference.rng import GOLDEN, hash32
@@ -72,7 +71,6 @@ class GradientSync:
         begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
         rounds: Reduces in rounds, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are or will be rounds.
-        follower: Called when optimizers step on reduced gradients.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class GradientSync:
         self.rounds: Rounds | None = None
         self.has_rounds = False
         self.begin_late: Callable[[], None] = lambda: None
-        self.follower = Follower()
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)
         self._bind_ranks()
@@ -237,7 +234,7 @@ class GradientSync:
     @property
     def has_begun(self) -> bool:
         """Whether `begin_step` has been called since the last `end_step`, and not all of the step was rolled back."""
-        return self._begun and not (self.in_step and not self.transactions.prepared)
+        return self._begun and not (self.in_step and not self.transactions.open)
 
     def has_entered(self, layout: BucketLayout) -> bool:
         """Whether this bucket was already reduced in the current backward pass."""
@@ -345,7 +342,7 @@ class GradientSync:
         stages = bucket.run(x, out, self._step, self._observers, marks)
         if kept := self.transactions.to_keep(bucket.ordered_names):
             stages = self._keeping(kept, stages)
-        self.transactions.prepared |= bucket.names
+        self.transactions.begin(bucket.names)
         if self._after_backward is not None and in_backward():
             call_after_end(self._after_backward)
             self._after_backward = None
@@ -451,7 +448,7 @@ class GradientSync:
         """Count an optimizer step that reduces nothing, in rounds."""
         self.step_index += 1
 
-    # -- what is saved, and who follows --------------------------------------------------------------------------------
+    # -- what is saved -------------------------------------------------------------------------------------------------
 
     def serve_weights(self, weights: WeightSync) -> None:
         """Send FSDP2's weights through `weights`, which follows the engine's steps and is saved with the engine."""
@@ -465,12 +462,6 @@ class GradientSync:
     def save_per_rank(self, name: str, part: RankState) -> None:
         """Save and restore state that differs between ranks."""
         self.rank_state[name] = part
-
-    def follow(self, follower: Follower) -> None:
-        """Call `follower` when an optimizer steps on reduced gradients."""
-        tallies = self.transactions.tallies
-        tallies[:] = [follower, *(each for each in tallies if each is not self.follower)]
-        self.follower = follower
 
     def restore_progress(self, *, step_index: int, num_skipped: int, loss_scale: float | None) -> None:
         """Continue at the step of a checkpoint; the compressor's phase follows."""

@@ -79,6 +79,6 @@ def plan_of(
         modules={name: each for name, each in modules.items() if ranks_of(each.specs[0].name) is ranks},
         round_plan=None if rounds is None else rounds.planned(ranks),
         device_type=sync.device.type,
-        extra=getattr(sync.follower, "extra", Extra()),
+        extra=getattr(sync.transactions.follower, "extra", Extra()),
         copies=sync.transactions.keeps_copies,
     )

@@ -53,7 +53,7 @@ class FollowedRates(StepListener):
         rates = self._of_step()  # also of parameters that are frozen, or that nothing synchronizes
         for name in self._state.assignments:
             rate = rates.get(name, 0.0)
-            if not rate > 0 or name in self._transactions.prepared:
+            if not rate > 0 or name in self._transactions.open:
                 continue
             before = self._rates.setdefault(name, rate)
             if abs(math.log2(rate / before)) >= GRAIN:

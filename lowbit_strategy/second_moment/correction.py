@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from lowbit_strategy.engine.tally import Follower
+from lowbit_strategy.engine.transaction_listener import Follower
 
 
 class Correction(Follower):

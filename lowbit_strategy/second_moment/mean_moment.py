@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
-from lowbit_strategy.engine.tally import Follower
+from lowbit_strategy.engine.transaction_listener import Follower
 from lowbit_strategy.model.parameters import local_part
 from lowbit_strategy.second_moment.correction import Correction
 from lowbit_strategy.second_moment.optimizers import unsuitable

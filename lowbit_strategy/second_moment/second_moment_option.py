@@ -75,7 +75,7 @@ class SecondMomentOption(Part):
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
         corrects_means = prepared.options.outer is not None and self._chosen
         of_means = MeanMoment(lambda: 1 if sync.rounds is None else sync.ranks.peers.world_size)
-        sync.follow(of_means if corrects_means else NotExchanged())
+        sync.transactions.follow(of_means if corrects_means else NotExchanged())
         if not self.exchanges_squares(prepared):
             return
         if self._chosen is None:

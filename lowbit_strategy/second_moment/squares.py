@@ -85,7 +85,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
         self._kept: dict[str, ParamSquares] = {}  # as before reductions that may be rolled back
         self._known: dict[str, ParamSquares] = {}
         self.has_left = False
-        sync.follow(self)
+        sync.transactions.follow(self)
         sync.listeners.add(self, StepPhase.OBSERVE)
         sync.save_per_rank(self.name, self)
 
@@ -102,7 +102,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
         """Stop correcting, on all ranks and after a resume."""
         self.has_left = True
         self.forget()
-        self._sync.follow(NotExchanged())
+        self._sync.transactions.follow(NotExchanged())
         self._sync.listeners.remove(self)
 
     def begin_step(self) -> SecondMoment:

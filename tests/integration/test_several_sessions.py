@@ -59,7 +59,7 @@ def train_in_turns(rank: int, world_size: int, order: list[int]) -> tuple[list[i
             model(x).square().mean().backward()
             optimizer.step()
     counts = [sessions[each].sync.step_index for each in range(2)]
-    left = [len(sessions[each].sync.transactions.prepared) for each in range(2)]
+    left = [len(sessions[each].sync.transactions.open) for each in range(2)]
     return counts, left, torch.cat([param.detach().view(-1) for model in models for param in model.parameters()])
 
 

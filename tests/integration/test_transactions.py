@@ -138,7 +138,7 @@ def in_turns(folder: Path) -> Facts:
         loop.model(batch(step)).square().mean().backward()
         optimizers[step % 2].step()
         loop.session.end_step(optimizers[step % 2])
-    known = loop.session.sync.follower.state_dict()["known"]
+    known = loop.session.sync.transactions.follower.state_dict()["known"]
     return {"last": min(each["exchanged"] for each in known.values())}
 
 

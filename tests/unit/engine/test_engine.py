@@ -167,7 +167,7 @@ def test_copies_follow_the_loss_scale(name: str, discard: str) -> None:
             reduce_step(sync, gradients(step, scale=scale), end=False)
             sync.end_step(None if step == 0 else [W0])
         sync.begin_step(scales[2])
-        getattr(sync.transactions, discard)(sync.transactions.prepared.copy())
+        getattr(sync.transactions, discard)(sync.transactions.open.copy())
         residuals = {spec.name: sync.state.residual(spec.name) for spec in SPECS}
         found.append({each: x / scales[2] for each, x in residuals.items() if x is not None})
     plain, scaled = found

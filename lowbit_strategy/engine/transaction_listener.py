@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch.optim import Optimizer
 
 
-class Tally:
+class TransactionListener:
     """State that follows reductions. These methods do nothing; subclasses override those that they need."""
 
     def keep(self, names: Collection[str]) -> None:
@@ -32,7 +32,7 @@ class Tally:
         return nullcontext()
 
 
-class Follower(Tally):
+class Follower(TransactionListener):
     """Called when optimizers step on reduced gradients. This base class does nothing."""
 
     def stepped(self, optimizer: Optimizer) -> None:
