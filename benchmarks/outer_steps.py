@@ -127,7 +127,7 @@ class Local:
         self.params, self.optimizer, self.steps = params, optimizer, 0
         self.second_moment = variant.second_moment
         self.syncs = [
-            GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
+            GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), sharded=False, seed=seed)
             for comm in self.world.comms
         ]
         self.outers: list[OuterSync] = []

@@ -26,7 +26,7 @@ from lowbit_strategy.advisor.cost import StepTime
 from lowbit_strategy.advisor.inputs import Figure, Situation, What, is_far
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.advisor.workload import Workload, plan_for
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.model.parameters import describe_parameters
 from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.plan.plan import StepPlan
@@ -51,24 +51,24 @@ def situation_of(report: Mapping[str, Any], cell: Mapping[str, Any], preset: str
 
 
 @functools.cache
-def plans_of(layout: Layout, nodes: int, ranks_per_node: int, delay_ms: int) -> dict[str, StepPlan]:
+def plans_of(wrapper: Wrapper, nodes: int, ranks_per_node: int, delay_ms: int) -> dict[str, StepPlan]:
     """Of each variant."""
-    sizes = model_of(delay_ms, is_ddp=layout == "ddp")
+    sizes = model_of(delay_ms, is_ddp=wrapper == "ddp")
     with torch.device("meta"):
         module = LanguageModel(sizes["width"], sizes["depth"], heads=4, context=sizes["context"])
     specs = describe_parameters(module)
     workload = Workload(specs, nodes, ranks_per_node, device_type="cpu", far=delay_ms > 0)
-    basis = plan_for(workload, layout, PRESETS["loco"])
+    basis = plan_for(workload, wrapper, PRESETS["loco"])
     plans = {}
-    for variant in LAYOUTS[layout]:
+    for variant in LAYOUTS[wrapper]:
         name = variant.rpartition("_")[0]
         if variant in _BYTES:
             plans[variant] = uncompressed(basis, _BYTES[variant], _BYTES[variant])
         elif name in OUTER_RULES:
             rule = OUTER_RULES[name]
-            plans[variant] = plan_for(workload, layout, rule.compressor(), round_plan=rule.planned())
+            plans[variant] = plan_for(workload, wrapper, rule.compressor(), round_plan=rule.planned())
         else:
-            plans[variant] = plan_for(workload, layout, PRESETS[name])
+            plans[variant] = plan_for(workload, wrapper, PRESETS[name])
     return plans
 
 

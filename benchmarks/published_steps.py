@@ -39,7 +39,7 @@ from lowbit_strategy.advisor.inputs import Figure, Situation, Source
 from lowbit_strategy.advisor.transformer import transformer
 from lowbit_strategy.advisor.uncompressed import uncompressed
 from lowbit_strategy.advisor.workload import layers_of
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.plan.plan import StepPlan, make_plan
@@ -94,7 +94,7 @@ def plan_of(
     specs: list[TensorSpec],
     nodes: int,
     per_node: int,
-    layout: Layout,
+    wrapper: Wrapper,
     compressor: Compressor,
     *,
     itemsize: int,
@@ -102,17 +102,17 @@ def plan_of(
 ) -> StepPlan:
     two = nodes > 1 and per_node > 1
     topology = Topology(nodes * per_node, (per_node,) * nodes, node_size=per_node if two else None)
-    parts = topology.own_parts(specs, sharded=layout == "fsdp")
+    parts = topology.own_parts(specs, sharded=wrapper == "fsdp")
     modules = layers_of(specs, itemsize)
     reduced = [ParamGroup(tuple(s.name for s in m.specs), itemsize, name) for name, m in reversed(modules.items())]
     return make_plan(
         parts,
         assign_all(compressor, parts),
         topology,
-        layout,
+        wrapper,
         reduced=reduced,
-        coding=WeightCode() if layout == "fsdp" else None,
-        modules=modules if layout == "fsdp" else None,
+        coding=WeightCode() if wrapper == "fsdp" else None,
+        modules=modules if wrapper == "fsdp" else None,
         round_plan=None if outer is None else outer.planned(),
     )
 

@@ -61,7 +61,7 @@ class Exchange:
         self.layout = layout
         self.syncs = [
             GradientSync(
-                compressor, self.specs, Ranks.flat(comm), torch.device("cpu"), scatter=layout == "fsdp", seed=seed
+                compressor, self.specs, Ranks.flat(comm), torch.device("cpu"), sharded=layout == "fsdp", seed=seed
             )
             for comm in self.world.comms
         ]

@@ -15,7 +15,7 @@ import option_tables
 import result_tables
 
 from lowbit_strategy import OUTER_RULES, PRESETS, Compressor
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import CONTROLLERS
 from lowbit_strategy.methods._base.compressor import assign_all
@@ -104,9 +104,9 @@ _FOUR = Topology(4, far=True)
 _WEIGHT_AND_BIAS = (TensorSpec("weight", (512, 512)), TensorSpec("bias", (512,)))  # one is compressed, one is exempt
 
 
-def _in_series(compressor: Compressor, layout: Layout) -> int:
+def _in_series(compressor: Compressor, wrapper: Wrapper) -> int:
     specs = list(_WEIGHT_AND_BIAS)
-    return make_plan(specs, assign_all(compressor, specs), _FOUR, layout).in_series + (layout == "fsdp")
+    return make_plan(specs, assign_all(compressor, specs), _FOUR, wrapper).in_series + (wrapper == "fsdp")
 
 
 def messages_in_series() -> str:

@@ -101,7 +101,7 @@ class Worker:
         self.comm = comm
         self.parameters = list(self.model.parameters())
         specs = describe_parameters(self.model)
-        self.sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=1)
+        self.sync = GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), sharded=False, seed=1)
         entries, at = [], 0
         for spec in specs:
             entries.append((spec.name, at))

@@ -66,12 +66,12 @@ def run(
     return decisions
 
 
-def check_stop_and_resume(controller: Controller, *, scatter: bool, stop: int, num_steps: int = 12) -> None:
+def check_stop_and_resume(controller: Controller, *, sharded: bool, stop: int, num_steps: int = 12) -> None:
     """On real gradients, with a driver: a run that is saved after `stop` steps goes on as one that never stopped."""
 
     def run(steps: range, saved: capture.Saved | None = None) -> tuple[list[object], capture.Saved]:
         ticks = iter(range(len(steps) + 1))
-        sync = engine(Dense(), scatter=scatter, seed=5)
+        sync = engine(Dense(), sharded=sharded, seed=5)
         driver = AdaptiveDriver(controller, timer=lambda: float(next(ticks)))
         driver.attach(sync)
         if saved is not None:

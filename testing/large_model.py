@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.methods.weight_codings import WeightCoding
@@ -48,17 +48,19 @@ def _modules(specs: list[TensorSpec]) -> dict[str, ModuleLayout]:
     }
 
 
-def plan_of_llama(layout: Layout, size: int | None, coding: WeightCoding | None = None, outer: Any = None) -> StepPlan:
+def plan_of_llama(
+    wrapper: Wrapper, size: int | None, coding: WeightCoding | None = None, outer: Any = None
+) -> StepPlan:
     """A thousand ranks, in nodes of `size` if their ranks have two levels."""
     specs, topology = _llama(), Topology(1000, (8,) * 125, node_size=size)
-    parts = topology.own_parts(specs, sharded=layout == "fsdp")
+    parts = topology.own_parts(specs, sharded=wrapper == "fsdp")
     reduced = [ParamGroup(tuple(s.name for s in m.specs), 2, name) for name, m in _modules(specs).items()]
     return make_plan(
         parts,
         assign_all(LoCo(), parts),
         topology,
-        layout,
-        reduced=None if layout == "ddp" else reduced,
+        wrapper,
+        reduced=None if wrapper == "ddp" else reduced,
         coding=coding,
         modules=None if coding is None else _modules(specs),
         round_plan=None if outer is None else outer.planned(),

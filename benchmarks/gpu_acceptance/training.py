@@ -247,9 +247,9 @@ def one_rank_matches(device: torch.device, dtype: str, options: dict[str, bool])
     model = DistributedDataParallel(net, bucket_cap_mb=0.01, **options)  # type: ignore[arg-type]
     # `attach_ddp` leaves one rank uncompressed, so the hook is put on by hand, with a group apart from DDP's.
     comm = GroupComm(dist.new_group([0]))
-    hooked = GradientSync(LoCo(), prepared.specs, Ranks.flat(comm), device, scatter=False)
+    hooked = GradientSync(LoCo(), prepared.specs, Ranks.flat(comm), device, sharded=False)
     hook = DDPHook(model, hooked)
-    alone = GradientSync(LoCo(), prepared.specs, Ranks.flat(LocalComm()), device, scatter=False)
+    alone = GradientSync(LoCo(), prepared.specs, Ranks.flat(LocalComm()), device, sharded=False)
     for step in range(3):
         x = torch.randn(16, 96, generator=torch.Generator().manual_seed(step)).to(device, getattr(torch, dtype))
         for sync in (hooked, alone):

@@ -126,8 +126,8 @@ def no_waiting(device: torch.device) -> Figures:
 def host_code_waits_for_nothing() -> Figures:
     from testing.cuda.steps import check_no_step_waits
 
-    for scatter in (False, True):
-        check_no_step_waits(LoCo(), torch.float32, scatter=scatter)
+    for sharded in (False, True):
+        check_no_step_waits(LoCo(), torch.float32, sharded=sharded)
     return {"host code of CUDA": "3 steps of 8 ranks, no look at the device"}
 
 

@@ -39,7 +39,7 @@ def compressed(name: str, x: Tensor, out: Tensor, *, scatter: bool) -> Callable[
     row_numel = x.numel() // world_size
     spec = TensorSpec("gradient", (world_size, row_numel))
     sync = GradientSync(
-        preset(name), [spec], Ranks.flat(GroupComm(dist.group.WORLD)), torch.device("cpu"), scatter=scatter
+        preset(name), [spec], Ranks.flat(GroupComm(dist.group.WORLD)), torch.device("cpu"), sharded=scatter
     )
     layout = BucketLayout(((spec.name, 0),), row_numel=row_numel if scatter else None)
 

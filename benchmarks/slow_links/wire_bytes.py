@@ -35,7 +35,7 @@ def measure(variant: str, numel: int, steps: int) -> dict[str, float]:
     spec = TensorSpec("gradient", (rows, numel // rows))
     row_numel = spec.numel // world_size
     comm = GroupComm(dist.group.WORLD)
-    sync = GradientSync(preset(name), [spec], Ranks.flat(comm), torch.device("cpu"), scatter=scatter)
+    sync = GradientSync(preset(name), [spec], Ranks.flat(comm), torch.device("cpu"), sharded=scatter)
     sync.step_index = LATE
     sync.follow_phase()
     layout = BucketLayout(((spec.name, 0),), row_numel=row_numel if scatter else None)

@@ -116,7 +116,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         if sync.device.type == "cuda":  # compile kernels
             sizes = dict.fromkeys(ranks.peers.world_size for ranks in sync.all_ranks)
             for level, size in itertools.product(self.controller.levels, sizes):
-                rehearse(level.phase(sync.step_index), world_size=size, scatter=sync.scatter, device=sync.device)
+                rehearse(level.phase(sync.step_index), world_size=size, sharded=sync.sharded, device=sync.device)
 
     def _initial_state(self) -> State:
         self._names = tuple(self.sync.specs)

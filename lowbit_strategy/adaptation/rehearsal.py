@@ -31,15 +31,15 @@ class SingleRankBucket:
         device: torch.device,
         *,
         world_size: int = 1,
-        scatter: bool = True,
+        sharded: bool = True,
         seed: int = 0,
     ) -> None:
         ranks = Ranks.flat(LocalComm(world_size))
-        self.sync = GradientSync(compressor, specs, ranks, device, scatter=scatter, seed=seed)
-        widths = [self.sync.state.row_numel(spec.name) if scatter else spec.numel for spec in specs]
+        self.sync = GradientSync(compressor, specs, ranks, device, sharded=sharded, seed=seed)
+        widths = [self.sync.state.row_numel(spec.name) if sharded else spec.numel for spec in specs]
         *offsets, self.numel = itertools.accumulate(widths, initial=0)
         entries = tuple((spec.name, at) for spec, at in zip(specs, offsets, strict=True))
-        self._layout = BucketLayout(entries, self.numel if scatter else None)
+        self._layout = BucketLayout(entries, self.numel if sharded else None)
 
     def reduce(self, x: Tensor, out: Tensor) -> None:
         """One step."""
@@ -48,7 +48,7 @@ class SingleRankBucket:
         self.sync.end_step()
 
 
-def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch.device) -> None:
+def rehearse(level: Compressor, *, world_size: int, sharded: bool, device: torch.device) -> None:
     """Reduce a small bucket as one of `world_size` ranks would: both hops, every kind of parameter, every dtype.
 
     Triton compiles a kernel per format, dtype and remainder of the number of ranks, not per size. A `Reducer` has no
@@ -56,6 +56,6 @@ def rehearse(level: Compressor, *, world_size: int, scatter: bool, device: torch
     """
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
     for dtype in _DTYPES if specs else ():
-        bucket = SingleRankBucket(level, specs, device, world_size=world_size, scatter=scatter)
-        x = torch.ones(bucket.numel * world_size if scatter else bucket.numel, dtype=dtype, device=device)
-        bucket.reduce(x, torch.empty(bucket.numel, dtype=dtype, device=device) if scatter else x)
+        bucket = SingleRankBucket(level, specs, device, world_size=world_size, sharded=sharded)
+        x = torch.ones(bucket.numel * world_size if sharded else bucket.numel, dtype=dtype, device=device)
+        bucket.reduce(x, torch.empty(bucket.numel, dtype=dtype, device=device) if sharded else x)

@@ -23,7 +23,7 @@ from lowbit_strategy.advisor.workload import (
     plan_for,
     topology_for,
 )
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.fitting.memory import Memory, memory_of
 from lowbit_strategy.fitting.ways import MemoryOption, Setup, memory_options
 from lowbit_strategy.methods.registry import PRESETS
@@ -138,7 +138,7 @@ class SetupOption:
 
     def held_nbytes(self, workload: Workload) -> int:
         """Bytes that a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
-        ranks = {"ddp": 1, "fsdp": workload.world_size, "hsdp": workload.ranks_per_node}[self.plan.layout]
+        ranks = {"ddp": 1, "fsdp": workload.world_size, "hsdp": workload.ranks_per_node}[self.plan.wrapper]
         return round(workload.numel * self.held_per_param / ranks) + self.memory.total
 
     def fits(self, workload: Workload, situation: Situation) -> bool:
@@ -159,13 +159,13 @@ def kept(workload: Workload) -> list[MemoryOption]:
     """The memory options of ``loco_fsdp``, from its defaults down to the least that `memory=` allows."""
     compressor = PRESETS["loco"]
     setup = Setup(
-        specs=workload.specs, topology=topology_for(workload, "fsdp"), layout="fsdp", modules=workload.modules
+        specs=workload.specs, topology=topology_for(workload, "fsdp"), wrapper="fsdp", modules=workload.modules
     )
     return list(memory_options(compressor, default_weights(compressor), setup, may_recode=True))
 
 
 def setup_options(workload: Workload, situation: Situation | None = None) -> list[SetupOption]:
-    """Every sensible set-up, the framework's own first; the fastest of each layout before the others.
+    """Every sensible set-up, the framework's own first; the fastest of each wrapper before the others.
 
     Args:
         workload: Model and ranks.
@@ -174,29 +174,29 @@ def setup_options(workload: Workload, situation: Situation | None = None) -> lis
     found: list[SetupOption] = []
     assigned = {name: assign(workload, PRESETS[name]) for name in ("dense", *COMPARED)}
     several = workload.ranks_per_node > 1
-    layouts: tuple[Layout, ...] = ("ddp", "fsdp", "hsdp") if workload.nodes > 1 and several else ("ddp", "fsdp")
-    for layout in layouts:
-        base = plan_for(workload, layout, PRESETS["dense"], assigned=assigned["dense"])
+    wrappers: tuple[Wrapper, ...] = ("ddp", "fsdp", "hsdp") if workload.nodes > 1 and several else ("ddp", "fsdp")
+    for wrapper in wrappers:
+        base = plan_for(workload, wrapper, PRESETS["dense"], assigned=assigned["dense"])
         against = None
         for itemsize, name, held in ((4, "float32", HELD_PER_PARAM), (2, "bf16", workload.held_per_param)):
             own = uncompressed(base, itemsize, itemsize)
             time = None if situation is None else situation.predicted(own)
-            found.append(SetupOption(f"{layout}, {name}", "", own, held, time))
+            found.append(SetupOption(f"{wrapper}, {name}", "", own, held, time))
             if situation is not None and name == workload.baseline:
                 against = over_bandwidth(own, situation.cluster, situation.compute_s)
         ours = []
         for name in MEASURED:
             preset, squares = name.removesuffix(SQUARES), name.endswith(SQUARES)
             if preset in leaves.RULES:
-                if layout == "fsdp" or not leaves.is_present(_RULES):
+                if wrapper == "fsdp" or not leaves.is_present(_RULES):
                     continue
                 rule = leaves.load(_RULES, preset)[preset]
-                plan = plan_for(workload, layout, rule.compressor(), round_plan=rule.planned())
-            elif squares and ((layout == "ddp" and several) or not leaves.is_present(_OF_SQUARES)):
+                plan = plan_for(workload, wrapper, rule.compressor(), round_plan=rule.planned())
+            elif squares and ((wrapper == "ddp" and several) or not leaves.is_present(_OF_SQUARES)):
                 continue
             else:
                 extra = leaves.load(_OF_SQUARES, name)() if squares else None
-                plan = plan_for(workload, layout, PRESETS[preset], assigned=assigned[preset], extra=extra)
+                plan = plan_for(workload, wrapper, PRESETS[preset], assigned=assigned[preset], extra=extra)
             ours.append(_ours(name, plan, workload, situation, against))
         found += ours if situation is None else sorted(ours, key=lambda choice: choice.seconds)
     return found
@@ -211,7 +211,7 @@ def _ours(
 ) -> SetupOption:
     """`against`: the framework's own, over the bandwidth that one part of the model has."""
     preset, measured, held = name.removesuffix(SQUARES), MEASURED[name], workload.held_per_param
-    full = f"{preset}_{plan.layout}"
+    full = f"{preset}_{plan.wrapper}"
     line = _line(name, plan, workload.tensor_parallel)
     full += name.removeprefix(preset)
     if situation is None or against is None:
@@ -226,17 +226,17 @@ def _line(name: str, plan: StepPlan, tensor_parallel: int) -> str:
     """The line that a user writes."""
     preset = name.removesuffix(SQUARES)
     if name == preset and tensor_parallel == 1:
-        return f'strategy="{preset}_{plan.layout}"'
+        return f'strategy="{preset}_{plan.wrapper}"'
     given = [f'"{preset}"' if plan.round_plan is None else f'outer="{preset}"']
-    if tensor_parallel > 1 and plan.layout != "ddp":
+    if tensor_parallel > 1 and plan.wrapper != "ddp":
         given.append(f"tensor_parallel_size={tensor_parallel}")
-    if plan.layout == "hsdp":
+    if plan.wrapper == "hsdp":
         given.append('shard_size="node"')
     if name != preset:
         given.append("second_moment=True")
-    if tensor_parallel > 1 and plan.layout == "ddp":
+    if tensor_parallel > 1 and plan.wrapper == "ddp":
         return f"compress(model, optimizer, {', '.join(given)})"
-    return f"strategy=LowBit{'DDP' if plan.layout == 'ddp' else 'FSDP'}Strategy({', '.join(given)})"
+    return f"strategy=LowBit{'DDP' if plan.wrapper == 'ddp' else 'FSDP'}Strategy({', '.join(given)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def decide(found: Sequence[SetupOption], workload: Workload, situation: Situatio
     likely = f"{best.name} is probably" if gain.likely > ADVISE_MIN_SPEEDUP else f"it may help, {best.name} is probably"
     sentences: dict[Answer, str] = {
         "use": f"Use: {best.line}: {gain}.",
-        "measure": f"Measure: {likely} {gain}: {_how(situation, workload, best.plan.layout)}.",
+        "measure": f"Measure: {likely} {gain}: {_how(situation, workload, best.plan.wrapper)}.",
         "no": f"Do not use this package here: {best.name} would be {gain}.",
     }
     return Verdict(gain.answer, best, gain, sentences[gain.answer])
@@ -318,11 +318,11 @@ def _too_large(
     return f"Do not use this package here: with its defaults no set-up fits into the {limit}, {alone}; {needs}."
 
 
-def _how(situation: Situation, workload: Workload, layout: Layout) -> str:
+def _how(situation: Situation, workload: Workload, wrapper: Wrapper) -> str:
     """The one command or line that answers the question."""
     slowest = "link" if workload.nodes > 1 else "inside"
     if any(each.source == "measured" and each.what == slowest for each in situation.figures):
-        return f'strategy="lowbit_{layout}" times it in its first steps, and keeps what is faster'
+        return f'strategy="lowbit_{wrapper}" times it in its first steps, and keeps what is faster'
     nodes = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if workload.nodes > 1 else ""
     each = " on each of two machines" if workload.nodes > 1 else ""
     return (

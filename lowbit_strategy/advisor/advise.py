@@ -275,8 +275,8 @@ def _table(found: Sequence[Any], workload: Any, limit: float | None) -> Table:
         row = []
         if each.time is not None:
             if each.name.endswith(workload.baseline):
-                own[each.plan.layout] = each.time.seconds
-            ratio = own.get(each.plan.layout, 0.0) / each.time.seconds
+                own[each.plan.wrapper] = each.time.seconds
+            ratio = own.get(each.plan.wrapper, 0.0) / each.time.seconds
             row = [_step(each.time), f"{ratio:.3g}" if ratio else "", _pays_to(each)]
         held = each.held_nbytes(workload)
         too_much = "!" if limit is not None and held > limit else ""

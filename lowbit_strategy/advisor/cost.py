@@ -180,7 +180,7 @@ def _in_turn(
 ) -> float:
     """FSDP2 waits for each collective; meanwhile only messages between replicas and between far ranks travel."""
     gathered = _sum(plan.weights, weights).seconds
-    if plan.layout != "hsdp" and not plan.topology.far:
+    if plan.wrapper != "hsdp" and not plan.topology.far:
         return compute_s + gathered + _sum(plan.gradients, gradients).seconds
     parts = [_split(transfer, cluster, ranks_per_node(plan)) for transfer in plan.gradients]
     inside = sum(near.seconds for near, _ in parts)

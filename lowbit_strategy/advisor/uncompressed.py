@@ -50,7 +50,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
             for transfers in (plan.gradients, plan.weights)
         ]
         return replace(own, gradients=silent[0], weights=silent[1])
-    scattered = plan.layout == "fsdp"
+    scattered = plan.wrapper == "fsdp"
     hops = 1 if scattered else 2
     # HSDP: inside the node as before, between nodes a ring of shards: as bytes per node a ring of everything
     sizes = _reduced_as_one(plan, itemsize)
@@ -58,7 +58,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
     weights = []
     for transfer in plan.weights:
         module, messages = plan.modules[transfer.name], transfer.messages
-        if plan.layout != "hsdp":
+        if plan.wrapper != "hsdp":
             messages = (ring_of(transfer.numel * (weights_itemsize or module.dtype.itemsize), plan, hops=1),)
         weights.append(replace(transfer, messages=messages, repeats=module.num_gathers, encoded_numel=0))
     return replace(
@@ -71,7 +71,7 @@ def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = N
 
 def _reduced_as_one(plan: StepPlan, itemsize: int) -> list[tuple[str, int]]:
     """Names and elements: modules as before, and DDP's buckets, which are of other sizes than those it compresses."""
-    if plan.layout != "ddp":
+    if plan.wrapper != "ddp":
         return [(transfer.name, transfer.numel) for transfer in plan.gradients or plan.rounds]
     numels = {name: spec.whole_numel for name, spec in plan.specs.items()}
     buckets = ddp_buckets((name, numel, itemsize) for name, numel in numels.items())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.hooks.bucket_cap import BUCKET_CAP_MB
 from lowbit_strategy.methods._base.compressor import Assignment, Compressor, assign_all, assignment_for_part
@@ -112,14 +112,14 @@ class Workload:
         return layers_of(self.specs, self.itemsize)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)
-    def parts(self, topology: Topology, layout: Layout) -> list[TensorSpec]:
+    def parts(self, topology: Topology, wrapper: Wrapper) -> list[TensorSpec]:
         """What the first rank reduces of each parameter."""
-        return topology.own_parts(self.specs, sharded=layout == "fsdp")
+        return topology.own_parts(self.specs, sharded=wrapper == "fsdp")
 
 
 def plan_for(
     workload: Workload,
-    layout: Layout,
+    wrapper: Wrapper,
     compressor: Compressor,
     *,
     round_plan: RoundPlan | None = None,
@@ -128,34 +128,34 @@ def plan_for(
 ) -> StepPlan:
     """A strategy's plan with its defaults: two levels where nodes have several ranks, HSDP with a replica per node."""
     assigned = assign(workload, compressor) if assigned is None else assigned
-    topology = topology_for(workload, layout, local=round_plan is not None)
-    parts, modules = workload.parts(topology, layout), workload.modules
+    topology = topology_for(workload, wrapper, local=round_plan is not None)
+    parts, modules = workload.parts(topology, wrapper), workload.modules
     coding: WeightCoding | None = None
-    if layout == "ddp":
+    if wrapper == "ddp":
         cap_nbytes = BUCKET_CAP_MB[workload.device_type] * 2**20
         reduced = ddp_buckets(((spec.name, spec.numel, workload.itemsize) for spec in workload.specs), cap_nbytes)
     else:
-        coding = Exact() if layout == "hsdp" else default_weights(compressor)
+        coding = Exact() if wrapper == "hsdp" else default_weights(compressor)
         members = [(name, module.specs) for name, module in reversed(modules.items())]
         reduced = [ParamGroup(tuple(spec.name for spec in specs), workload.itemsize, name) for name, specs in members]
     return make_plan(
         parts,
         {part.name: assignment_for_part(assigned[part.name], part) for part in parts},
         topology,
-        layout,
+        wrapper,
         reduced=reduced,
         coding=coding,
-        modules=None if layout == "ddp" else modules,
+        modules=None if wrapper == "ddp" else modules,
         round_plan=round_plan,
         device_type=workload.device_type,
         extra=extra,
     )
 
 
-def topology_for(workload: Workload, layout: Layout, *, local: bool = False) -> Topology:
+def topology_for(workload: Workload, wrapper: Wrapper, *, local: bool = False) -> Topology:
     """The first rank's place; `local`: steps are."""
     nodes, per_node = workload.nodes, workload.ranks_per_node
-    two_level = per_node > 1 and (layout == "hsdp" or (nodes > 1 and not local))
+    two_level = per_node > 1 and (wrapper == "hsdp" or (nodes > 1 and not local))
     far = workload.far and nodes > 1
     return Topology(workload.world_size, (per_node,) * nodes, node_size=per_node if two_level else None, far=far)
 

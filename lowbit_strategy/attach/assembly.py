@@ -82,7 +82,7 @@ def make_engine(
         prepared.specs,
         ranks,
         device,
-        scatter=prepared.layout == "fsdp",
+        sharded=prepared.wrapper == "fsdp",
         others=others,
         seed=options.seed,
         skips_overflow=has_scaler,

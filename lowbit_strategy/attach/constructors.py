@@ -80,7 +80,7 @@ class LowBitStrategy:
         return getattr(precision, "scaler", None)
 
     def _configure(self, compressor: Compressor | str | None, options: SyncOptions, *, scatter: bool) -> None:
-        options.check_layout(scatter=scatter)
+        options.check_wrapper(scatter=scatter)
         self.options = options
         if compressor is not None:
             self.compressor = as_compressor(compressor)

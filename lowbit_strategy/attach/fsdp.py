@@ -81,7 +81,7 @@ def attach_fsdp(
     shared = {each.name for found in meshes for each in found}
     groups = [each for each in groups if each.name in shared]
     prepared = replace(prepared, specs=_exchanged(module, groups, mean_ranks(own[0])))
-    if prepared.layout == "hsdp":
+    if prepared.wrapper == "hsdp":
         if prepared.options.comes_and_goes:  # all ranks share one model, which is one replica
             ranks = ranks.coming_and_going()
         _share_weights(module, ranks, others, device)

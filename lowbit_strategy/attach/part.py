@@ -2,7 +2,7 @@
 
 | when | what is called |
 |---|---|
-| options are given | `check_options`, `check_layout` |
+| options are given | `check_options`, `check_wrapper` |
 | a model is prepared | `check_model` |
 | it is attached | `on_ranks`, `on_meshes`, `fitted`, `attach` |
 | optimizers are known, or step | `check_optimizer` |
@@ -44,7 +44,7 @@ class Part:
     def check_options(self, options: Any) -> None:
         """Check this option against the others."""
 
-    def check_layout(self, options: Any, *, scatter: bool) -> None:
+    def check_wrapper(self, options: Any, *, scatter: bool) -> None:
         """Check that it supports FSDP2 (`scatter`) or DDP."""
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:

@@ -25,7 +25,7 @@ from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
 from lowbit_strategy.ranks.ranks import Topology
 
-Layout = Literal["ddp", "fsdp", "hsdp"]  # the model's wrapper
+Wrapper = Literal["ddp", "fsdp", "hsdp"]
 _log = logging.getLogger("lowbit_strategy")
 
 
@@ -34,28 +34,28 @@ class PreparedModel:
     """A model that all ranks agree on. Its ranks, and whether FSDP2 has replicas, are known once it is attached.
 
     Args:
-        layout: The wrapper: DDP or FSDP2.
+        wrapper: What wraps the model.
         topology: The ranks that average its gradients.
     """
 
     compressor: Compressor
     options: SyncOptions
     specs: tuple[TensorSpec, ...]
-    layout: Layout
+    wrapper: Wrapper
     parts: tuple[Part, ...]  # parts that options add
     topology: Topology = Topology(1)  # noqa: RUF009 (frozen)
 
     @property
     def scatter(self) -> bool:
         """Whether FSDP2 shards the model."""
-        return self.layout != "ddp"
+        return self.wrapper != "ddp"
 
     @property
     def weights(self) -> WeightCoding | None:
         """How FSDP2's weights travel. By default exactly under HSDP, where they stay inside a node with fast links."""
         if not self.scatter:
             return None
-        unchosen = Exact() if self.layout == "hsdp" else default_weights(self.compressor)
+        unchosen = Exact() if self.wrapper == "hsdp" else default_weights(self.compressor)
         return self.options.weights or unchosen
 
     @property
@@ -113,7 +113,7 @@ def checked(
     compressor = as_compressor(compressor)
     options = SyncOptions() if options is None else options
     bring_back(module)
-    options.check_layout(scatter=scatter)
+    options.check_wrapper(scatter=scatter)
     specs = tuple(describe_parameters(module))
     if not specs:
         raise ValueError("the model has no parameter that requires a gradient: nothing to synchronize")
@@ -134,10 +134,10 @@ def on_ranks(prepared: PreparedModel, topology: Topology, shard_size: int | None
     options = prepared.options
     if options.two_level and topology.obstacle is not None:
         raise ValueError(f"two_level=True is not possible, because {topology.obstacle}: leave it out")
-    node_size, layout = shard_size, prepared.layout if shard_size is None else "hsdp"
+    node_size, wrapper = shard_size, prepared.wrapper if shard_size is None else "hsdp"
     if shard_size is None and topology.obstacle is None and options.two_level is not False and not prepared.in_rounds:
         node_size = topology.ranks_per_node
-    prepared = replace(prepared, layout=layout, topology=replace(topology, node_size=node_size))
+    prepared = replace(prepared, wrapper=wrapper, topology=replace(topology, node_size=node_size))
     for part in prepared.parts:
         prepared = part.on_ranks(prepared)
     return prepared

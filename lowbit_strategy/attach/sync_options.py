@@ -128,7 +128,7 @@ class SyncOptions:
         if self.shard_size is not None and self.two_level is not None:
             raise ValueError("two_level must not be given with shard_size: replicas of shards are two levels already")
 
-    def check_layout(self, *, scatter: bool) -> None:
+    def check_wrapper(self, *, scatter: bool) -> None:
         """Raise a ValueError if the options do not suit FSDP2 (`scatter`) or DDP."""
         if self.shard_size is not None and not scatter:
             raise ValueError("shard_size is an option of FSDP2 strategies: under DDP no rank has a shard")
@@ -138,7 +138,7 @@ class SyncOptions:
                 " rank has them all. Leave weights out, or use FSDP2 (loco_fsdp; fsdp_version: 2)"
             )
         for part in self.parts:
-            part.check_layout(self, scatter=scatter)
+            part.check_wrapper(self, scatter=scatter)
 
     def check_optimizers(self, compressor: Compressor, optimizers: Iterable[Optimizer]) -> None:
         """Raise a ValueError if an optimizer's momentum conflicts with the compressor's, if it lacks what the options

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.pace import Pace
-from lowbit_strategy.attach.prepare import Layout, PreparedModel
+from lowbit_strategy.attach.prepare import PreparedModel, Wrapper
 from lowbit_strategy.auto.auto import Auto
 from lowbit_strategy.auto.switching import DDPSwitch, FSDPSwitch
 from lowbit_strategy.auto.times import Timed, decide
@@ -72,22 +72,22 @@ class Candidate:
     weights: WeightCoding | None = None
 
 
-def candidates(auto: Auto, layout: Layout, weights: WeightCoding | None) -> list[Candidate]:
+def candidates(auto: Auto, wrapper: Wrapper, weights: WeightCoding | None) -> list[Candidate]:
     """The candidates, in the order in which they are tried.
 
     Args:
         auto: The user's `Auto`.
-        layout: What wraps the model.
+        wrapper: What wraps the model.
         weights: Chosen by the user; None: not chosen.
     """
     found = [Candidate("loco", _keeping(PRESETS["loco"], auto))]
     if auto.quality == "close":
         found.append(Candidate("loco2", _keeping(PRESETS["loco2"], auto)))
-    if layout != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
+    if wrapper != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
         found.append(Candidate("bf16", Dense(dtype="bfloat16")))
-    if layout == "ddp":
+    if wrapper == "ddp":
         return found
-    if weights is not None or layout == "hsdp":
+    if weights is not None or wrapper == "hsdp":
         return [replace(each, weights=weights or Exact()) for each in found]
     exact = replace(found[0], name=f"{found[0].name}, exact weights", weights=Exact())
     return [*(replace(each, weights=WeightCode()) for each in found), exact]
@@ -145,7 +145,7 @@ class AutoChoice(Pace):
         self._room: int | None = None
         if leaves.is_present(_ROOM):
             self._room = leaves.load(_ROOM, "memory")(prepared.options.memory, sync.device, sync.ranks)[0]
-        self._all = candidates(self.auto, prepared.layout, prepared.options.weights)
+        self._all = candidates(self.auto, prepared.wrapper, prepared.options.weights)
         self._clock = StepClock(sync.device)
         self._forward_hook: RemovableHandle | None = None
         self._own: Timed | None = None  # in the trial under way, or the last one

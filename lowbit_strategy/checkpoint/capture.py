@@ -76,7 +76,7 @@ def _topologies(sync: GradientSync) -> list[list[int]]:
     """
     found = []
     for ranks in sync.all_ranks:
-        parts = [1, 0] if ranks.intra_node is None else [ranks.intra_node.world_size, int(sync.scatter)]
+        parts = [1, 0] if ranks.intra_node is None else [ranks.intra_node.world_size, int(sync.sharded)]
         found.append([sync.ranks.everyone.world_size, 1 if ranks.comes_and_goes else ranks.peers.world_size, *parts])
     return found
 

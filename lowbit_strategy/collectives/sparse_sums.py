@@ -90,12 +90,12 @@ def _unpack(
     return [layout.unpack(*source, codec) for source in zip(counts_SK, sizes_SV, wires, strict=True)]
 
 
-def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, scatter: bool) -> int:
+def entries_sum_nbytes(numel: int, count: int, codec: Codec, world_size: int, *, sharded: bool) -> int:
     """Bytes that one rank sends in `exchange_entries` for one parameter, if entries are spread evenly over the owners.
 
     Exact under all-reduce if all ranks have equal numbers of entries.
     """
-    owners = world_size if scatter else 1
+    owners = world_size if sharded else 1
     message = counts_nbytes(-(-numel // owners)) + entries_nbytes(-(-count // owners), codec)
     return message * (world_size - 1)
 
@@ -135,8 +135,8 @@ def sum_values(
     return list(map(Chosen, own, sums))
 
 
-def value_sum_nbytes(count: int, world_size: int, *, scatter: bool) -> int:
+def value_sum_nbytes(count: int, world_size: int, *, sharded: bool) -> int:
     """Bytes that one rank sends for `count` values of a parameter, spread evenly over the owners."""
-    if not scatter:
+    if not sharded:
         return ordered_nbytes(count, 4, world_size)
     return round_up(4 * -(-count // world_size), ALIGNMENT) * (world_size - 1)

@@ -42,7 +42,7 @@ class DivergenceCheck(Part):
         self._compares = options.check_digest and not options.comes_and_goes
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
-        if self._compares and prepared.layout != "fsdp":
+        if self._compares and prepared.wrapper != "fsdp":
             sync.listeners.add(Comparison(sync, module, prepared), StepPhase.RECORD)
 
 

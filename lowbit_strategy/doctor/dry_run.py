@@ -138,7 +138,7 @@ def plan(
     topology = prepared.topology
     chosen = Dense() if topology.num_peers == 1 else prepared.compressor
     chosen.check(prepared.specs)
-    parts = topology.own_parts(prepared.specs, sharded=prepared.layout == "fsdp")
+    parts = topology.own_parts(prepared.specs, sharded=prepared.wrapper == "fsdp")
     modules, reduced = _layouts(module) if prepared.scatter else {}, list[ParamGroup]()
     if prepared.scatter:
         trained = {spec.name for spec in prepared.specs}
@@ -153,7 +153,7 @@ def plan(
         parts,
         assign_all(chosen.phase(0), parts),
         topology,
-        prepared.layout,
+        prepared.wrapper,
         reduced=reduced,
         coding=prepared.weights,
         modules=modules,
@@ -167,7 +167,7 @@ def plan(
         topology=topology,
         compressor=chosen,
         device=device,
-        scatter=planned_run.scatter,
+        sharded=planned_run.sharded,
         in_rounds=planned_run.round_plan is not None,
         weights=planned_run.coding,
         modules=modules,

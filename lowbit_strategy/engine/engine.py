@@ -52,7 +52,7 @@ class GradientSync:
         ranks: The ranks that train the model; nothing else may use `Ranks.peers` while buckets are in flight.
         others: The ranks that reduce parameters on a different mesh, such as experts, by parameter name.
         device: Device of gradients.
-        scatter: True: FSDP2's reduce-scatter (sum of the owned share). False: DDP's all-reduce (mean).
+        sharded: True: FSDP2's reduce-scatter (sum of the owned share). False: DDP's all-reduce (mean).
         seed: The seed of all randomness; the same on all ranks.
         skips_overflow: Whether a step that overflows may be skipped (fp16 with loss scaling); it is then rolled back.
         keeps_copies: Whether state is copied before it changes. Without copies, rolling back resets it.
@@ -80,13 +80,13 @@ class GradientSync:
         ranks: Ranks,
         device: torch.device,
         *,
-        scatter: bool,
+        sharded: bool,
         others: Mapping[str, Ranks] | None = None,
         seed: int = 0,
         skips_overflow: bool = False,
         keeps_copies: bool = True,
     ) -> None:
-        self.device, self.scatter, self.seed = device, scatter, seed
+        self.device, self.sharded, self.seed = device, sharded, seed
         self.skips_overflow, self._may_overflow, self._keeps_copies = skips_overflow, skips_overflow, keeps_copies
         self.step_index = self.num_skipped = 0
         self.weights: WeightSync | None = None
@@ -97,7 +97,7 @@ class GradientSync:
         self.has_rounds = False
         self.begin_late: Callable[[], None] = lambda: None
         self.ranks = ranks
-        self.state = MethodState(specs, ranks, device, sharded=scatter, others=others)
+        self.state = MethodState(specs, ranks, device, sharded=sharded, others=others)
         self._bind_ranks()
         self.node_means: dict[Comm, NodeMeans] = {
             each.intra_node: NodeMeans(each.intra_node, device)
@@ -108,7 +108,7 @@ class GradientSync:
         }
         self.listeners = Listeners()
         self.bucket_observers: list[BucketObserver] = []
-        several = not scatter or any(each.peers.is_far for each in self.all_ranks)
+        several = not sharded or any(each.peers.is_far for each in self.all_ranks)
         self.buffers = WireBuffers(device, several=several)
         self.notes: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT_NOTES)
         self._buckets: dict[BucketLayout, Bucket] = {}
@@ -137,7 +137,7 @@ class GradientSync:
 
     def summed_in_parts(self, counts: Tensor) -> Tensor:
         """Sum `counts` over the ranks that hold different parts of gradients; return them if there are no parts."""
-        if self.scatter or self.weights is not None or self.in_parts:
+        if self.sharded or self.weights is not None or self.in_parts:
             self.ranks.everyone.all_reduce(counts).wait()
         return counts
 

@@ -56,14 +56,14 @@ class TwoLevelBuckets:
         buffers.give_back(gathered)
 
 
-class Scatter(NamedTuple):
+class Phases(NamedTuple):
     """FSDP2's reduce-scatter over all ranks in two phases: inside the node, then the rest."""
 
     inside: Stages
     between: Stages
 
 
-def scatter(
+def reduce_scatter(
     sync: GradientSync,
     layout: BucketLayout,
     x: Tensor,
@@ -72,7 +72,7 @@ def scatter(
     ranks: Ranks,
     overlaps: bool = False,
     marks: Tensor | None = None,
-) -> Scatter:
+) -> Phases:
     """Reduce row r of `x` for rank r; `out` becomes the sum of this rank's row. With one level, the phase inside the
     node is empty.
 
@@ -82,14 +82,14 @@ def scatter(
     """
     intra_node = ranks.intra_node
     if intra_node is None:
-        return Scatter(iter(()), sync.reduce(layout, x, out, marks, ranks=ranks))
+        return Phases(iter(()), sync.reduce(layout, x, out, marks, ranks=ranks))
     num_inside = intra_node.world_size
     mean_N = torch.empty(x.numel() // num_inside, dtype=x.dtype, device=x.device)
     between = sync.reduce(layout, mean_N, out, marks, ranks=ranks)  # called now: the engine counts buckets
     mean_GN = mean_N.view(-1, out.numel())
     buffers = None if overlaps else sync.buffers
     inside = sync.node_means[intra_node].mean_of_rows(lambda: layout, x, mean_GN, buffers)
-    return Scatter(inside, _summed(between, mean_N, out, num_inside))
+    return Phases(inside, _summed(between, mean_N, out, num_inside))
 
 
 def _summed(stages: Stages, mean_N: Tensor, out: Tensor, num_inside: int) -> Stages:

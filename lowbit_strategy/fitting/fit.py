@@ -41,14 +41,14 @@ class MemoryLimit(Part):
         """Unchanged without a limit."""
         if self._memory is None and device.type != "cuda":
             return prepared
-        shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": ranks.topology.num_parts}[prepared.layout]
+        shards = {"ddp": 1, "fsdp": ranks.topology.world_size, "hsdp": ranks.topology.num_parts}[prepared.wrapper]
         own_numel = sum(spec.numel for spec in prepared.specs) // shards
         room, limit = room_for(self._memory, device, ranks, own_numel)
         assert room is not None
         setup = Setup(
             specs=prepared.specs,
             topology=ranks.topology,
-            layout=prepared.layout,
+            wrapper=prepared.wrapper,
             modules=modules,
             extra=extra_of(prepared),
             copies=copies_residuals(prepared),

@@ -67,19 +67,19 @@ def memory_of(plan: StepPlan) -> Memory:
     reduction, rounds, specs = plan.reduction, plan.round_plan, plan.specs
     residuals = _residual_nbytes(reduction)
     unsharded = sum(each.itemsize * specs[name].whole_numel for each in plan.reduced for name in each.names)
-    waits = plan.layout == "ddp" and any(method.whole_model for method in reduction.methods.values())
+    waits = plan.wrapper == "ddp" and any(method.whole_model for method in reduction.methods.values())
     coded = [tuple(specs)] if waits else [each.names for each in plan.reduced]
     max_in_flight = len(plan.gradients) if waits else _max_buckets_in_flight(plan)
     return Memory(
         residuals=residuals,
         copies=residuals if plan.copies else 0,
-        weights=0 if plan.coding is None else kept_nbytes(plan.coding, plan.modules, plan.topology, plan.layout),
+        weights=0 if plan.coding is None else kept_nbytes(plan.coding, plan.modules, plan.topology, plan.wrapper),
         messages=_messages_nbytes(plan, unsharded, max_in_flight) + _second_mean_nbytes(plan),
         working=_working_nbytes(reduction, coded, plan.device_type)
         + (0 if rounds is None else rounds.working_nbytes(specs)),
         rounds=0 if rounds is None else rounds.kept_nbytes(specs),
         extra=plan.companion.kept_nbytes(plan.assignments, specs, plan.topology, copies=plan.copies),
-        accumulating=0 if plan.layout == "ddp" else unsharded,
+        accumulating=0 if plan.wrapper == "ddp" else unsharded,
     )
 
 
@@ -111,12 +111,12 @@ def _max_buckets_in_flight(plan: StepPlan) -> int:
     """
     if plan.topology.far:
         return len(plan.gradients)
-    return 2 + max((transfer.in_series for transfer in plan.gradients), default=0) if plan.layout == "ddp" else 1
+    return 2 + max((transfer.in_series for transfer in plan.gradients), default=0) if plan.wrapper == "ddp" else 1
 
 
 def _messages_nbytes(plan: StepPlan, unsharded: int, max_in_flight: int) -> int:
     """Peak memory of messages. `unsharded`: bytes of the whole gradients; `max_in_flight`: buckets in flight."""
-    topology, is_sharded = plan.topology, plan.layout == "fsdp"
+    topology, is_sharded = plan.topology, plan.wrapper == "fsdp"
     nbytes = _under_way_nbytes(plan.gradients, max_in_flight)
     nbytes += _under_way_nbytes(plan.rounds, len(plan.rounds) if topology.far else BUCKETS_OF_A_ROUND)
     nbytes += _under_way_nbytes(plan.weights, len(plan.weights) if is_sharded and topology.far else 1)
@@ -146,9 +146,9 @@ def _ahead_nbytes(transfer: TransferGroup) -> int:
 
 def _second_mean_nbytes(plan: StepPlan) -> int:
     """Memory for a second mean under FSDP2 with two levels on GPUs, where one travels while the next is computed."""
-    if plan.layout != "fsdp" or plan.device_type != "cuda" or plan.topology.num_parts == 1:
+    if plan.wrapper != "fsdp" or plan.device_type != "cuda" or plan.topology.num_parts == 1:
         return 0
-    rows = {name: math.prod(node_rows(spec, plan.topology, plan.layout)) for name, spec in plan.specs.items()}
+    rows = {name: math.prod(node_rows(spec, plan.topology, plan.wrapper)) for name, spec in plan.specs.items()}
     means = [each.itemsize * sum(rows[name] for name in each.names) for each in plan.reduced]
     buffers = [each.buffer_nbytes for each in plan.gradients]
     overlapping = [buffer + mean for buffer, mean in zip(buffers, means[1:], strict=False)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.fitting.memory import Memory, memory_of
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
@@ -33,7 +33,7 @@ class Setup:
     Args:
         specs: Whole parameters.
         topology: The ranks.
-        layout: The wrapper: DDP or FSDP2.
+        wrapper: What wraps the model.
         modules: What FSDP2 gathers together; empty under DDP.
         extra: What ranks exchange in addition to gradients.
         copies: Whether methods' state is copied before it changes.
@@ -41,7 +41,7 @@ class Setup:
 
     specs: Sequence[TensorSpec]
     topology: Topology
-    layout: Layout
+    wrapper: Wrapper
     modules: Mapping[str, ModuleLayout]
     extra: Extra = field(default_factory=Extra)
     copies: bool = True
@@ -132,7 +132,7 @@ def memory_option(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, differs: str = "", costs: str = ""
 ) -> MemoryOption:
     topology = replace(setup.topology, rank=0)
-    parts = topology.own_parts(setup.specs, sharded=setup.layout == "fsdp")
+    parts = topology.own_parts(setup.specs, sharded=setup.wrapper == "fsdp")
     trained = {spec.name for spec in parts}
     reduced = [
         ParamGroup(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
@@ -142,7 +142,7 @@ def memory_option(
         parts,
         assign_all(compressor.phase(0), parts),
         topology,
-        setup.layout,
+        setup.wrapper,
         reduced=[each for each in reduced if each.names] if reduced else None,
         coding=weights if setup.modules else None,
         modules=setup.modules or None,

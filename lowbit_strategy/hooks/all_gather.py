@@ -171,7 +171,7 @@ def make_weights(
     module: nn.Module, groups: Sequence[ShardedGroup], coding: WeightCoding, sync: GradientSync
 ) -> WeightSync:
     """The weights of FSDP2's modules. `groups`: the parts of the model that ranks share."""
-    made = {ranks.peers: ranks.gathering(sharded_inside=not sync.scatter) for ranks in sync.all_ranks}
+    made = {ranks.peers: ranks.gathering(sharded_inside=not sync.sharded) for ranks in sync.all_ranks}
     layouts = module_layouts(module, groups)
     comms = {name: made[sync.state.ranks_of(layout.specs[0].name).peers] for name, layout in layouts.items()}
     return WeightSync(coding, layouts, comms, sync.device)

@@ -47,7 +47,7 @@ class FSDPHook:
     ) -> None:
         self._module, self._groups, self._sync = module, groups, sync
         is_far = any(ranks.peers.is_far for ranks in sync.all_ranks)
-        self._overlapped = None if sync.scatter and not is_far else OverlappedReducer(sync)
+        self._overlapped = None if sync.sharded and not is_far else OverlappedReducer(sync)
         self.stop = (lambda: True) if self._overlapped is None else self._overlapped.close
         self._stock: weakref.WeakKeyDictionary[Any, tuple[Any, dict[str, Any], dict[str, Any]]]
         self._stock = weakref.WeakKeyDictionary()
@@ -69,7 +69,7 @@ class FSDPHook:
         """
         names = {id(param): name for name, param in named_parameters(self._module)}
         _check_sharded(self._module, self._groups, self._sync, names)
-        if not self._sync.scatter:
+        if not self._sync.sharded:
             take_over_replication(self._groups)
         sync, overlapped = self._sync, self._overlapped
         has_levels = overlapped is None and any(ranks.intra_node is not None for ranks in sync.all_ranks)
@@ -80,7 +80,7 @@ class FSDPHook:
             own = {id(param): names[id(param.sharded_param)] for param in each.param_group.fsdp_params}
             ranks = sync.state.ranks_of(next(iter(own.values())))
             on_reduced = weights.modules[each.name].gradients_reduced
-            if sync.scatter:
+            if sync.sharded:
                 CompressedReduceScatter(each.param_group, own, made[ranks.peers], on_reduced, between).install()
             else:
                 HybridReduction(each.param_group, own, made[ranks.peers], on_reduced).install()

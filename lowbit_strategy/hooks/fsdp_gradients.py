@@ -30,7 +30,7 @@ from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.engine.backward_pass import in_backward
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.bucket_schedule import Stages
-from lowbit_strategy.engine.two_levels import Scatter, scatter
+from lowbit_strategy.engine.two_levels import Phases, reduce_scatter
 from lowbit_strategy.hooks.overlap import OverlappedReducer
 from lowbit_strategy.hooks.unused import Reduction, Reductions
 from lowbit_strategy.hooks.waiting import waiting
@@ -131,14 +131,14 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         return layout
 
     def _row(self, names: tuple[str, ...], shapes: list[tuple[int, ...]]) -> tuple[BucketLayout, int]:
-        scatter, ranks = self._sync.scatter, self._ranks
-        num_ranks = ranks.world_size if scatter else ranks.topology.num_parts
+        sharded, ranks = self._sync.sharded, self._ranks
+        num_ranks = ranks.world_size if sharded else ranks.topology.num_parts
         entries, at = [], 0
         for name, shape in zip(names, shapes, strict=True):
-            if scatter or self._sync.specs[name].numel:
+            if sharded or self._sync.specs[name].numel:
                 entries.append((name, at))
             at += dim0_row_numel(shape, num_ranks)
-        if scatter:
+        if sharded:
             return BucketLayout(tuple(entries), row_numel=at, num_marked=len(names)), at
         return BucketLayout(tuple(entries), alone=True, names=names, num_marked=len(names)), at
 
@@ -227,13 +227,13 @@ class CompressedReduceScatter(_ReduceScatter):
                 self._between.make_room()
             with waiting(self._sync):
                 overlaps = self._between is not None
-                inside, self._between_stages = self._scatter(layout, input_tensor, output_tensor, overlaps=overlaps)
+                inside, self._between_stages = self._phases(layout, input_tensor, output_tensor, overlaps=overlaps)
                 wait_for_all(inside if self._continues_between_nodes else itertools.chain(inside, self._between_stages))
             if not self._continues_between_nodes:
                 self._divide_(output_tensor)
 
-    def _scatter(self, layout: BucketLayout, x: Tensor, out: Tensor, *, overlaps: bool = False) -> Scatter:
-        return scatter(self._sync, layout, x, out, ranks=self._ranks, overlaps=overlaps, marks=self._marks)
+    def _phases(self, layout: BucketLayout, x: Tensor, out: Tensor, *, overlaps: bool = False) -> Phases:
+        return reduce_scatter(self._sync, layout, x, out, ranks=self._ranks, overlaps=overlaps, marks=self._marks)
 
     def _divide_(self, total: Tensor) -> None:
         if self._divisor != 1.0:
@@ -252,7 +252,7 @@ class CompressedReduceScatter(_ReduceScatter):
     def _reduce_meanwhile(self, overlapped: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             overlapped.finish()
-        inside, between = self._scatter(layout, x, out, overlaps=True)
+        inside, between = self._phases(layout, x, out, overlaps=True)
         wait_for_all(inside)
         overlapped.run(
             between,

@@ -154,7 +154,7 @@ class OuterRule(RoundRule):
         if isinstance(self.every, Interval):
             self.every.check_options(options)
 
-    def check_layout(self, options: Any, *, scatter: bool) -> None:
+    def check_wrapper(self, options: Any, *, scatter: bool) -> None:
         if scatter and options.shard_size is None:
             raise ValueError(
                 "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"

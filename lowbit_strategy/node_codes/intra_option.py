@@ -32,7 +32,7 @@ class NodeCodesOption(Part):
 def _nothing_inside(prepared: PreparedModel) -> str | None:
     """Why gradients are not summed inside a node before they are compressed; None: they are."""
     options, topology = prepared.options, prepared.topology
-    if prepared.layout != "hsdp":
+    if prepared.wrapper != "hsdp":
         if topology.node_size is not None:
             return None
         if options.outer is not None:

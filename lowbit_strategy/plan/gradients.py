@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.exchange import marks_nbytes, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, TensorSpec, dim0_row_numel, round_up
 from lowbit_strategy.collectives.ordered import MESSAGE_NBYTES, pieces_of_rows
@@ -25,7 +25,7 @@ def node_transfer(
     names: Sequence[str],
     itemsize: int,
     topology: Topology,
-    layout: Layout,
+    wrapper: Wrapper,
     exact: Collection[str],
 ) -> TransferGroup:
     """Transfers of one bucket inside a node: its sums, and under DDP the gather of its parts.
@@ -35,15 +35,15 @@ def node_transfer(
         names: Names of the bucket's parameters.
         itemsize: Bytes per gradient element.
         topology: The ranks.
-        layout: The wrapper: DDP or FSDP2.
+        wrapper: What wraps the model.
         exact: Parameters whose sums are exact even if those of others are coded.
     """
-    num_inside, rows = topology.num_parts, {name: node_rows(specs[name], topology, layout) for name in names}
+    num_inside, rows = topology.num_parts, {name: node_rows(specs[name], topology, wrapper) for name in names}
     numel = sum(map(math.prod, rows.values()))
     whole, mean = num_inside * numel * itemsize, numel * itemsize
     in_series = len(pieces_of_rows(numel, num_inside * itemsize))
     sums = Message("intra-node", "reduce-scatter", whole - mean, in_series=in_series, internode_fraction=0.0)
-    gather = (replace(sums, what="all-gather"),) if layout == "ddp" else ()
+    gather = (replace(sums, what="all-gather"),) if wrapper == "ddp" else ()
     encoded = 0
     if topology.coding is None:
         piece = min(whole, MESSAGE_NBYTES)
@@ -56,14 +56,14 @@ def node_transfer(
         )
         sums = replace(sums, nbytes=(num_inside - 1) * row_nbytes, in_series=1)
         messages, encoded = 2 * num_inside * row_nbytes, num_inside * numel
-    kept = {"ddp": messages + mean + whole, "fsdp": mean, "hsdp": 0}[layout]  # under HSDP FSDP2 has the mean
-    brief = 0 if layout == "ddp" else messages
+    kept = {"ddp": messages + mean + whole, "fsdp": mean, "hsdp": 0}[wrapper]  # under HSDP FSDP2 has the mean
+    brief = 0 if wrapper == "ddp" else messages
     return TransferGroup("", numel, (sums, *gather), 1, kept, encoded, brief)
 
 
-def node_rows(spec: TensorSpec, topology: Topology, layout: Layout) -> tuple[int, int]:
+def node_rows(spec: TensorSpec, topology: Topology, wrapper: Wrapper) -> tuple[int, int]:
     """The number of rows that a rank has of one parameter for each rank of its node, and the elements of each row."""
-    if layout == "hsdp":
+    if wrapper == "hsdp":
         return 1, dim0_row_numel(spec.whole.shape, topology.num_parts)
     (part,) = replace(topology, rank=0).own_parts([spec.whole], sharded=spec.sharded)
     return (1, part.ranges[0][1]) if part.part_row_numel is None else (topology.num_peers, part.part_row_numel)
@@ -193,7 +193,7 @@ def peer_transfer(
 
 
 def _gradient_transfer(
-    reduced: ParamGroup, reduction: ReductionPlan, layout: Layout, *, whole_model: Sequence[str], local: bool
+    reduced: ParamGroup, reduction: ReductionPlan, wrapper: Wrapper, *, whole_model: Sequence[str], local: bool
 ) -> TransferGroup:
     """Transfers of parameters that are reduced together.
 
@@ -201,20 +201,21 @@ def _gradient_transfer(
         is sent to peers.
     """
     methods, specs, topology = reduction.methods, reduction.specs, reduction.topology
-    present = [name for name in reduced.names if layout == "fsdp" or specs[name].numel]  # a rank may have no part of it
-    own = [name for name in present if not (methods[name].whole_model and layout == "ddp")] + list(whole_model)
+    # A rank may have no part of a parameter.
+    present = [name for name in reduced.names if wrapper == "fsdp" or specs[name].numel]
+    own = [name for name in present if not (methods[name].whole_model and wrapper == "ddp")] + list(whole_model)
     inside = TransferGroup(reduced.name, 0, ())
-    if topology.num_parts > 1 and not (local and layout == "ddp"):
-        inside = node_transfer(specs, reduced.names, reduced.itemsize, topology, layout, reduction.exact)
+    if topology.num_parts > 1 and not (local and wrapper == "ddp"):
+        inside = node_transfer(specs, reduced.names, reduced.itemsize, topology, wrapper, reduction.exact)
     between: list[Message] = []
     memory, brief, encoded = inside.buffer_nbytes, inside.brief_nbytes, inside.encoded_numel
     if not local:
-        num_marked = 0 if layout == "ddp" else len(reduced.names)
+        num_marked = 0 if wrapper == "ddp" else len(reduced.names)
         between = reduction.messages(own, num_marked)
         traveling, mean = reduction.memory(present, num_marked)
         memory += traveling
         brief += mean
-        encoded += (1 if layout == "fsdp" else 2) * sum(specs[name].numel for name in own)
+        encoded += (1 if wrapper == "fsdp" else 2) * sum(specs[name].numel for name in own)
     return TransferGroup(
         reduced.name,
         sum(specs[name].whole_numel for name in reduced.names),
@@ -226,22 +227,22 @@ def _gradient_transfer(
 
 
 def gradient_transfers(
-    reduced: Sequence[ParamGroup], reduction: ReductionPlan, layout: Layout, *, local: bool
+    reduced: Sequence[ParamGroup], reduction: ReductionPlan, wrapper: Wrapper, *, local: bool
 ) -> tuple[TransferGroup, ...]:
     """Transfers of a whole model, in the order of the backward pass."""
     methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
-    last = len(reduced) - 1 if layout == "ddp" else None  # where they are reduced
+    last = len(reduced) - 1 if wrapper == "ddp" else None  # where they are reduced
     known: dict[object, TransferGroup] = {}  # the layers of a model are equal
     transfers = []
     for at, each in enumerate(reduced):
         whole_model = waiting if at == last else ()
         kind = reduction.kind_of(each.names), each.itemsize, bool(whole_model)
         if kind not in known:
-            known[kind] = _gradient_transfer(each, reduction, layout, whole_model=whole_model, local=local)
+            known[kind] = _gradient_transfer(each, reduction, wrapper, whole_model=whole_model, local=local)
         transfers.append(replace(known[kind], name=each.name))
     num_inside = reduction.topology.num_parts
-    if layout != "ddp" and num_inside > 1 and transfers:  # at the end of a backward pass, of all parameters together
+    if wrapper != "ddp" and num_inside > 1 and transfers:  # at the end of a backward pass, of all parameters together
         nbytes = (num_inside - 1) * sum(marks_nbytes(len(each.names)) for each in reduced)
         marks = Message("intra-node", "marks", nbytes, internode_fraction=0.0)
         transfers[-1] = replace(transfers[-1], messages=(*transfers[-1].messages, marks))

@@ -72,8 +72,8 @@ def _levels(plan: StepPlan) -> list[str]:
 
 def _cost(plan: StepPlan, coding: WeightCoding) -> str:
     """The cost of FSDP2's weights to a rank in a step of one forward and one backward pass."""
-    units = weight_transfers(coding, plan.modules, plan.topology, plan.layout)
-    kept = kept_nbytes(coding, plan.modules, plan.topology, plan.layout)
+    units = weight_transfers(coding, plan.modules, plan.topology, plan.wrapper)
+    kept = kept_nbytes(coding, plan.modules, plan.topology, plan.wrapper)
     memory = f"{size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
     ours = plan.topology.num_nodes != 1 and coding != Exact()  # FSDP2's own gathers are not counted by node
     between = f" ({size(internode_nbytes(units))} between nodes)" if ours else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
@@ -26,7 +26,7 @@ class StepPlan:
 
     Args:
         topology: The ranks.
-        layout: What wraps the model.
+        wrapper: What wraps the model.
         specs: What this rank reduces of every parameter.
         assignments: Method and kind of each parameter, with reasons: compressed, high-precision or exempt.
         reduced: What is reduced together, in the order of backward.
@@ -43,7 +43,7 @@ class StepPlan:
     """
 
     topology: Topology
-    layout: Layout
+    wrapper: Wrapper
     specs: Mapping[str, TensorSpec]
     assignments: Mapping[str, Assignment]
     reduced: tuple[ParamGroup, ...]
@@ -64,9 +64,9 @@ class StepPlan:
         return _reduction(self.assignments, self.specs, self.topology)
 
     @property
-    def scatter(self) -> bool:
+    def sharded(self) -> bool:
         """Whether peers do a reduce-scatter instead of an all-reduce."""
-        return self.layout == "fsdp"
+        return self.wrapper == "fsdp"
 
     @property
     def every(self) -> int:
@@ -97,14 +97,14 @@ class StepPlan:
         """Bytes that a ring of elements of `itemsize` bytes would send to the same peers in a step."""
         peers = self.topology.num_peers
         numel = sum(spec.numel for spec in self.specs.values())
-        return (1 if self.scatter else 2) * (peers - 1) * numel // peers * itemsize
+        return (1 if self.sharded else 2) * (peers - 1) * numel // peers * itemsize
 
 
 def make_plan(
     specs: Sequence[TensorSpec],
     assignments: Mapping[str, Assignment],
     topology: Topology,
-    layout: Layout,
+    wrapper: Wrapper,
     *,
     reduced: Sequence[ParamGroup] | None = None,
     coding: WeightCoding | None = None,
@@ -118,7 +118,7 @@ def make_plan(
     specs: Parameters, or this rank's parts of them.
     assignments: The assignment of each parameter (`assign_all`).
     topology: The ranks.
-    layout: What wraps the model.
+    wrapper: What wraps the model.
     reduced: What is reduced together, in the order of backward; None: buckets like DDP's for float32 gradients.
     coding: Coding of weights, under FSDP2.
     modules: What FSDP2 gathers together, under FSDP2.
@@ -127,7 +127,7 @@ def make_plan(
     extra: What ranks exchange in addition to gradients.
     copies: Whether methods' state is copied before it changes; None: if gradients are reduced.
     """
-    by_name = {spec.name: replace(spec, sharded=layout == "fsdp") for spec in specs}
+    by_name = {spec.name: replace(spec, sharded=wrapper == "fsdp") for spec in specs}
     if reduced is None:
         reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
     if topology.num_peers == 1:  # there is nobody to meet
@@ -136,12 +136,12 @@ def make_plan(
     companion, modules = extra or Extra(), modules or {}
     return StepPlan(
         topology=topology,
-        layout=layout,
+        wrapper=wrapper,
         specs=by_name,
         assignments=dict(assignments),
         reduced=tuple(reduced),
-        gradients=gradient_transfers(reduced, reduction, layout, local=round_plan is not None),
-        weights=() if coding is None else weight_transfers(coding, modules, topology, layout),
+        gradients=gradient_transfers(reduced, reduction, wrapper, local=round_plan is not None),
+        weights=() if coding is None else weight_transfers(coding, modules, topology, wrapper),
         rounds=() if round_plan is None else round_plan.transfers(reduction.methods, by_name, topology),
         extra=companion.transfers(reduced, assignments, by_name, topology),
         companion=companion,

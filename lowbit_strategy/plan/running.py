@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import hooked
 from lowbit_strategy.methods._base.compressor import Assignment
@@ -67,13 +67,13 @@ def plan_of(
     expected = [each for each in _expected.get(sync, ()) if ranks_of(each.names[0]) is ranks]
     known = {name for each in expected for name in each.names}
     later = tuple(name for name in reversed(own) if name not in known)
-    layout: Layout = "fsdp" if sync.scatter else "ddp" if weights is None else "hsdp"
+    wrapper: Wrapper = "fsdp" if sync.sharded else "ddp" if weights is None else "hsdp"
     modules = {} if weights is None else weights.layouts
     return make_plan(
         [sync.specs[name] for name in own],
         {name: assignments[name] for name in own},
         ranks.topology,
-        layout,
+        wrapper,
         reduced=[*expected, *([ParamGroup(later)] if later else ())],
         coding=None if weights is None else coding or weights.coding,
         modules={name: each for name, each in modules.items() if ranks_of(each.specs[0].name) is ranks},

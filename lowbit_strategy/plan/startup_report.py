@@ -47,7 +47,7 @@ class Report:
         topology: The ranks.
         compressor: The compressor in use.
         device: Device of the kernels.
-        scatter: Whether FSDP2 reduce-scatters gradients.
+        sharded: Whether FSDP2 reduce-scatters gradients.
         in_rounds: Whether ranks meet in rounds and send pseudo-gradients.
         weights: The coding of FSDP2's weights; None under DDP.
         modules: The modules whose parameters FSDP2 gathers together.
@@ -61,7 +61,7 @@ class Report:
     topology: Topology
     compressor: Compressor
     device: torch.device
-    scatter: bool
+    sharded: bool
     in_rounds: bool
     weights: WeightCoding | None
     modules: Mapping[str, ModuleLayout]
@@ -101,7 +101,7 @@ class Report:
         return steps[at] if at < len(steps) else None
 
     def render(self) -> str:
-        what = "reduce-scatter" if self.scatter else "all-reduce"
+        what = "reduce-scatter" if self.sharded else "all-reduce"
         kind, period = ("pseudo-gradient", "round") if self.in_rounds else ("gradient", "step")
         lines = [f"lowbit_strategy: compressed {kind} {what} over {self.topology.label}, kernels: {self.kernels}"]
         lines += [f"  mesh: {self.dims}"] if self.dims else []
@@ -134,7 +134,7 @@ def build_report(sync: GradientSync, ranks: Ranks | None = None) -> Report:
         topology=ranks.topology,
         compressor=sync.compressor,
         device=sync.device,
-        scatter=sync.scatter,
+        sharded=sync.sharded,
         in_rounds=sync.rounds is not None and ranks.topology.num_peers > 1,
         weights=None if weights is None else weights.coding,
         modules={name: each for name, each in modules.items() if ranks_of(each.specs[0].name) is ranks},

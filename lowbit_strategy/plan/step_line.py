@@ -75,7 +75,7 @@ def step_line(step: StepTime, sent_nbytes: int, plans: Sequence[StepPlan]) -> st
 def uncompressed_nbytes(plan: StepPlan, dtype: torch.dtype) -> int:
     """Bytes that a rank would send to the same peers in a step for gradients and FSDP2's weights, all of `dtype`."""
     modules = {name: replace(module, dtype=dtype) for name, module in plan.modules.items()}
-    weights = weight_transfers(Exact(), modules, plan.topology, plan.layout)
+    weights = weight_transfers(Exact(), modules, plan.topology, plan.wrapper)
     return plan.uncompressed_nbytes(dtype.itemsize) + step_nbytes(weights)
 
 

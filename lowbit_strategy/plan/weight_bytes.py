@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.exchange import HEADER_NBYTES, message_nbytes
 from lowbit_strategy.collectives.layout import ALIGNMENT, dim0_row_numel
 from lowbit_strategy.collectives.ordered import pieces_of_rows
@@ -71,26 +71,26 @@ def module_weights(coding: WeightCoding, layout: ModuleLayout, world_size: int) 
     )
 
 
-def sharing_ranks(topology: Topology, layout: Layout) -> int:
+def sharing_ranks(topology: Topology, wrapper: Wrapper) -> int:
     """The number of ranks that shard the model together, under FSDP2."""
-    return topology.num_parts if layout == "hsdp" else topology.world_size
+    return topology.num_parts if wrapper == "hsdp" else topology.world_size
 
 
-def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, layout: Layout) -> int:
+def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, wrapper: Wrapper) -> int:
     """Bytes of memory for what stays between gathers, of a whole model."""
-    num_ranks = sharing_ranks(topology, layout)
+    num_ranks = sharing_ranks(topology, wrapper)
     return sum(module_weights(coding, module, num_ranks).kept_nbytes for module in layouts.values())
 
 
 def weight_transfers(
-    coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, layout: Layout
+    coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, wrapper: Wrapper
 ) -> tuple[TransferGroup, ...]:
     """Transfers of a whole model's weights, module by module. With two levels each is first sent between nodes."""
-    num_ranks = sharing_ranks(topology, layout)
+    num_ranks = sharing_ranks(topology, wrapper)
     if num_ranks == 1:
         return ()
-    two_level = layout == "fsdp" and topology.node_size is not None
-    flat: Level = "intra-node" if layout == "hsdp" else "flat"
+    two_level = wrapper == "fsdp" and topology.node_size is not None
+    flat: Level = "intra-node" if wrapper == "hsdp" else "flat"
     transfers = []
     for name, module in layouts.items():
         cost = module_weights(coding, module, num_ranks)
@@ -122,7 +122,7 @@ def weight_transfers(
             messages: tuple[Message, ...] = (far, near)
         else:
             ring, direct = ring_internode_fraction(topology), world_internode_fraction(topology)
-            internode_fraction = 0.0 if layout == "hsdp" else direct if ours else ring
+            internode_fraction = 0.0 if wrapper == "hsdp" else direct if ours else ring
             messages = (
                 Message(
                     flat, what, cost.gather_nbytes, (num_ranks - 1) * framing, internode_fraction=internode_fraction

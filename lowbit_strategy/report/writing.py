@@ -51,7 +51,7 @@ class RunRecord:
             sync.step_index,
             num_steps=control.clock(sync.step_index).num_steps,
             world_size=sync.ranks.world_size,
-            layout="reduce-scatter" if sync.scatter else "all-reduce",
+            layout="reduce-scatter" if sync.sharded else "all-reduce",
             ranks="; ".join(ranks.topology.label for ranks in sync.all_ranks),
             every_n_steps=0 if control.options is None else control.options.every_n_steps,
             compressor=describe(sync.compressor) if controller is None else None,

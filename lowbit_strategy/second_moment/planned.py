@@ -25,7 +25,7 @@ class NoSquares(Extra):
     def lines(self, plan: StepPlan) -> list[str]:
         if plan.topology.num_peers == 1 or not few_bits(plan.assignments):
             return []
-        two_levels = plan.topology.node_size and not plan.scatter
+        two_levels = plan.topology.node_size and not plan.sharded
         why = "local steps" if plan.round_plan else "two levels" if two_levels else ""
         if not why:
             return ["  second moment: left as it is; Adam needs more steps with so few bits (second_moment)"]

@@ -148,7 +148,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
             if left == 0:  # in every pass of the step: one may have zeros on all ranks
                 sketches[param.name] = _sketch(view, step)
         yield from stages
-        divisor = comm.world_size if self._sync.scatter else 1  # under FSDP2 a result is a sum
+        divisor = comm.world_size if self._sync.sharded else 1  # under FSDP2 a result is a sum
         for view, known, is_first in added:
             decoded = mean_squares(_own(view, view.out, comm.rank)).div_(divisor**2)
             known.decoded_sums = decoded if known.decoded_sums is None else known.decoded_sums.add_(decoded)
@@ -182,7 +182,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
         yield comm.all_reduce(numbers)
         for param, squares, sums in zip(inner.params, found, numbers / comm.world_size, strict=True):
             exact, (mean_energy, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]
-            if self._sync.scatter:  # of each element one rank knows it
+            if self._sync.sharded:  # of each element one rank knows it
                 found_total = found_total * comm.world_size
             scale = torch.where(found_total > 0, total / found_total, 0.0)  # a mean of roots is too small
             known = self._known[param.name]
@@ -269,7 +269,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
     def _layout(self) -> dict[str, Any]:
         """The layout of the elements of the statistics."""
         orders = {name: spec.memory_order for name, spec in self._sync.specs.items() if spec.memory_order is not None}
-        return {"scatter": self._sync.scatter, "memory_orders": orders}
+        return {"scatter": self._sync.sharded, "memory_orders": orders}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         state = next(iter(states))

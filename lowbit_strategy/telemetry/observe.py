@@ -254,7 +254,7 @@ class Observer(BucketObserver, StepListener):
 
     def _hops(self, ranks: Topology) -> float:
         """How often a rank sends an element in such a ring."""
-        return (1 if self.sync.scatter else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
+        return (1 if self.sync.sharded else 2) * (ranks.num_peers - 1) / ranks.num_peers / ranks.num_parts
 
     def _figures(self, names: Sequence[str], sums: Mapping[str, Sequence[float]]) -> Figures:
         sync = self.sync

@@ -20,12 +20,12 @@ SPECS = [TensorSpec(f"layer.{i}.weight", (256, 192)) for i in range(6)]
 SPECS += [TensorSpec(f"layer.{i}.bias", (256,)) for i in range(8)]
 
 
-def bucket(*, scatter: bool) -> tuple[BucketLayout, int]:
+def bucket(*, sharded: bool) -> tuple[BucketLayout, int]:
     entries, at = [], 0
     for spec in SPECS:
         entries.append((spec.name, at))
-        at += dim0_row_numel(spec.shape, WORLD_SIZE) if scatter else spec.numel
-    return BucketLayout(tuple(entries), at if scatter else None), at
+        at += dim0_row_numel(spec.shape, WORLD_SIZE) if sharded else spec.numel
+    return BucketLayout(tuple(entries), at if sharded else None), at
 
 
 def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
@@ -35,17 +35,17 @@ def step(sync: GradientSync, layout: BucketLayout, x: Tensor, out: Tensor) -> No
     sync.end_step()
 
 
-def check_no_step_waits(compressor: Compressor, dtype: torch.dtype, *, scatter: bool) -> None:
+def check_no_step_waits(compressor: Compressor, dtype: torch.dtype, *, sharded: bool) -> None:
     """Three steps, after one that makes tables and copies them to the device."""
-    layout, numel = bucket(scatter=scatter)
+    layout, numel = bucket(sharded=sharded)
     with on_cuda() as launched:
-        sync = GradientSync(compressor, SPECS, Ranks.flat(EchoComm(WORLD_SIZE)), CUDA, scatter=scatter)
-        x = torch.empty(numel * WORLD_SIZE if scatter else numel, dtype=dtype, device=CUDA)
-        out = torch.empty(numel, dtype=dtype, device=CUDA) if scatter else x
+        sync = GradientSync(compressor, SPECS, Ranks.flat(EchoComm(WORLD_SIZE)), CUDA, sharded=sharded)
+        x = torch.empty(numel * WORLD_SIZE if sharded else numel, dtype=dtype, device=CUDA)
+        out = torch.empty(numel, dtype=dtype, device=CUDA) if sharded else x
         step(sync, layout, x, out)
         launched.clear()
         with NoHostSync():
             for _ in range(3):
                 step(sync, layout, x, out)
     kinds = 1 if isinstance(compressor, Dense) else 2
-    assert len(launched) == 3 * kinds * (2 if scatter else 4)
+    assert len(launched) == 3 * kinds * (2 if sharded else 4)

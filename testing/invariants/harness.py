@@ -185,7 +185,7 @@ class InvariantHarness:
             SPECS,
             Ranks.flat(self.comm),
             torch.device("cpu"),
-            scatter=self.layout == "fsdp",
+            sharded=self.layout == "fsdp",
             seed=7,
             **options,
         )

@@ -84,7 +84,7 @@ class SentStep(NamedTuple):
 def _account(sync: GradientSync) -> Account:
     codecs, padding, reducers, exact = 0, 0, 0, True
     others = sync.ranks.peers.world_size - 1
-    hops = 1 if sync.scatter else 2
+    hops = 1 if sync.sharded else 2
     for name, assignment in sync.state.assignments.items():
         if isinstance(assignment.method, CodecPair):
             codecs += sync.state.sent_nbytes(name)

@@ -37,9 +37,9 @@ def settled(
         assert all(seconds > 0 for each in (own, *tried) for seconds in each.seconds)
         return Verdict(choose, "the test says so")
 
-    def candidates(auto: Auto, layout: str, _: Any) -> list[Candidate]:
+    def candidates(auto: Auto, wrapper: str, _: Any) -> list[Candidate]:
         chosen = compressors or (LoCo(block_size=32), Dense(dtype="bfloat16"))
-        codings = weights or [None if layout == "ddp" else Exact()] * len(chosen)
+        codings = weights or [None if wrapper == "ddp" else Exact()] * len(chosen)
         return [
             Candidate(f"number {at}", each, coding)
             for at, (each, coding) in enumerate(zip(chosen, codings, strict=True))

@@ -130,7 +130,7 @@ class Replica:
                 next(self.model.parameters()).add_(1.0)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         ranks = Ranks.flat(LocalComm()).coming_and_going()
-        self.sync = GradientSync(compressor, describe_parameters(self.model), ranks, torch.device("cpu"), scatter=False)
+        self.sync = GradientSync(compressor, describe_parameters(self.model), ranks, torch.device("cpu"), sharded=False)
         self.membership = Membership(elastic, {"model": "small", "rule": rule, **facts})
         self.outer = ElasticOuterSync(
             self.sync,
@@ -203,7 +203,7 @@ def train_without(rank: int, world_size: int, steps: int, rule: OuterRule = RULE
 def outer_without(model: nn.Module, rule: OuterRule) -> OuterSync:
     """Local steps of ranks that stay."""
     ranks = Ranks.flat(GroupComm())
-    sync = GradientSync(COMPRESSOR, describe_parameters(model), ranks, torch.device("cpu"), scatter=False)
+    sync = GradientSync(COMPRESSOR, describe_parameters(model), ranks, torch.device("cpu"), sharded=False)
     return OuterSync(sync, dict(model.named_parameters()), rule, buffers=functools.partial(_buffers, model))
 
 

@@ -28,7 +28,7 @@ class OneTensor:
         self.world = SimulatedWorld(world_size)
         specs = [TensorSpec("p", shape)]
         self.syncs = [
-            GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=False, seed=seed)
+            GradientSync(compressor, specs, Ranks.flat(comm), torch.device("cpu"), sharded=False, seed=seed)
             for comm in self.world.comms
         ]
 

@@ -42,7 +42,7 @@ class Replicas:
         self.world = ThreadedWorld(world_size)
         self.outers, cpu = [], torch.device("cpu")
         for model, comm in zip(self.models, self.world.comms, strict=True):
-            sync = GradientSync(compressor or Dense(), describe_parameters(model), Ranks.flat(comm), cpu, scatter=False)
+            sync = GradientSync(compressor or Dense(), describe_parameters(model), Ranks.flat(comm), cpu, sharded=False)
             buffers = functools.partial(_buffers, model)
             self.outers.append(OuterSync(sync, dict(model.named_parameters()), rule, buffers=buffers))
 

@@ -20,9 +20,9 @@ Grads = dict[str, Tensor]
 
 
 def engine(
-    compressor: Compressor, specs: Sequence[TensorSpec] = SPECS, *, scatter: bool = False, **options: Any
+    compressor: Compressor, specs: Sequence[TensorSpec] = SPECS, *, sharded: bool = False, **options: Any
 ) -> GradientSync:
-    return GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), scatter=scatter, **options)
+    return GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), sharded=sharded, **options)
 
 
 def gradients(step: int, specs: Sequence[TensorSpec] = SPECS, *, scale: float = 1.0) -> Grads:
@@ -37,9 +37,9 @@ def reduce_step(sync: GradientSync, grads: Mapping[str, Tensor], *, end: bool = 
     for name, values in grads.items():
         entries.append((name, at))
         at += values.numel()
-    out = torch.empty_like(x) if sync.scatter else x
+    out = torch.empty_like(x) if sync.sharded else x
     sync.begin_step()
-    wait_for_all(sync.reduce(BucketLayout(tuple(entries), at if sync.scatter else None), x, out))
+    wait_for_all(sync.reduce(BucketLayout(tuple(entries), at if sync.sharded else None), x, out))
     if end:
         sync.end_step()
     return {name: out[at : at + grads[name].numel()].clone() for name, at in entries}

@@ -1,6 +1,6 @@
 """Nodes of several ranks in one process, each rank in a thread: the real engines and hooks' stages over two levels.
 
-A bucket is reduced as under DDP (`all_reduce`), under FSDP2 sharded over all ranks (`scatter`), or under HSDP
+A bucket is reduced as under DDP (`all_reduce`), under FSDP2 sharded over all ranks (`reduce_scatter`), or under HSDP
 (`replicas`), from what every rank has of it to what every rank gets.
 """
 
@@ -19,7 +19,7 @@ from lowbit_strategy.collectives.comm import Comm, wait_for_all
 from lowbit_strategy.collectives.layout import TensorSpec, dim0_row_numel, row_length
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.two_levels import TwoLevelBuckets, scatter
+from lowbit_strategy.engine.two_levels import TwoLevelBuckets, reduce_scatter
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.ranks.ranks import NodeCoding, Ranks
 from testing.worlds.threaded import ThreadedWorld
@@ -68,7 +68,7 @@ class NodesWorld:
                     coding=coding,
                 ),
                 torch.device("cpu"),
-                scatter=kind == "fsdp",
+                sharded=kind == "fsdp",
                 **options,
             )
             for r in range(self.size)
@@ -146,7 +146,7 @@ class NodesWorld:
         layout = BucketLayout(entries, x_WN.shape[1])
         self.syncs[rank].begin_step()
         sync = self.syncs[rank]
-        _run(itertools.chain(*scatter(sync, layout, x_WN.view(-1), out, ranks=sync.ranks)))
+        _run(itertools.chain(*reduce_scatter(sync, layout, x_WN.view(-1), out, ranks=sync.ranks)))
         out /= self.size
         return {name: out[at : at + row_length(grads[name].numel(), rows[name], rank)] for name, at in entries}
 

@@ -59,7 +59,7 @@ def limited(folder: Path) -> Facts:
         if which is None:
             made_plan = plan_of(sync)
             specs = tuple(spec.whole for spec in made_plan.specs.values())
-            where = Setup(specs=specs, topology=made_plan.topology, layout="fsdp", modules=made_plan.modules)
+            where = Setup(specs=specs, topology=made_plan.topology, wrapper="fsdp", modules=made_plan.modules)
             found = memory_options(LoCo(), WeightCode(), where, may_recode=True)
             totals = [each.memory.total for each in found]
         facts[memory] = {
@@ -120,7 +120,7 @@ def uneven(folder: Path) -> Facts:
     where = Setup(
         specs=[spec.whole for spec in plan.specs.values()],
         topology=plan.topology,
-        layout="fsdp",
+        wrapper="fsdp",
         modules=plan.modules or {},
     )
     ways = list(memory_options(LOCO, WeightCode(), where, may_recode=False))

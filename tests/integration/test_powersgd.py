@@ -80,7 +80,7 @@ def _with_our_hook(rank: int, rank_of_matrix: int, order: list[str]) -> list[Ten
         describe_parameters(module),
         Ranks.flat(GroupComm(dist.new_group())),
         torch.device("cpu"),
-        scatter=False,
+        sharded=False,
     )
     model = DistributedDataParallel(module, bucket_cap_mb=100)
     hook = DDPHook(model, sync)
@@ -127,7 +127,7 @@ def _many_buckets(rank: int, world_size: int) -> dict[str, Any]:
         describe_parameters(module),
         Ranks.flat(GroupComm(dist.new_group())),
         torch.device("cpu"),
-        scatter=False,
+        sharded=False,
     )
     model = DistributedDataParallel(module, bucket_cap_mb=0.001)
     hook = DDPHook(model, sync)
@@ -146,7 +146,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
         describe_parameters(module),
         Ranks.flat(GroupComm(dist.new_group())),
         torch.device("cpu"),
-        scatter=True,
+        sharded=True,
     )
     mesh = init_device_mesh("cpu", (world_size,))
     for layer in module:
@@ -199,7 +199,7 @@ def _inside_autocast(rank: int, world_size: int) -> dict[bool, list[float]]:
             describe_parameters(module),
             Ranks.flat(GroupComm(dist.new_group())),
             torch.device("cpu"),
-            scatter=True,
+            sharded=True,
         )
         model = fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
         FSDPHook(module, sharded_groups(module), sync, Exact())

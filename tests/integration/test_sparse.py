@@ -73,7 +73,7 @@ def training(folder: Path, name: str, layout: str) -> Facts:
     compressor, comm = TRAINED[name], GroupComm(dist.new_group())
     model: nn.Module = nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 10))
     specs = describe_parameters(model)
-    sync = GradientSync(compressor, specs, Ranks.flat(comm), _CPU, scatter=layout == "fsdp")
+    sync = GradientSync(compressor, specs, Ranks.flat(comm), _CPU, sharded=layout == "fsdp")
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
         hook = DDPHook(model, sync)
@@ -141,7 +141,7 @@ class Reduced(NamedTuple):
 def _reduce_all(compressor: Compressor, comm: Comm) -> Reduced:
     """Under DDP's layout."""
     sync = GradientSync(
-        compressor, [TensorSpec(n, s) for n, s in SHAPES.items()], Ranks.flat(comm), _CPU, scatter=False, seed=5
+        compressor, [TensorSpec(n, s) for n, s in SHAPES.items()], Ranks.flat(comm), _CPU, sharded=False, seed=5
     )
     means = []
     for step in range(NUM_STEPS):
@@ -349,7 +349,7 @@ def _follow_exdyna(rank: int, world_size: int, densities: tuple[float, ...]) -> 
 
         with mock.patch.object(FlatModel, "select", spy):
             sync = GradientSync(
-                ExDyna(density=density, **_ALL), specs, Ranks.flat(GroupComm(dist.new_group())), _CPU, scatter=False
+                ExDyna(density=density, **_ALL), specs, Ranks.flat(GroupComm(dist.new_group())), _CPU, sharded=False
             )
             noise = torch.Generator().manual_seed(rank)
             for step in range(EXDYNA_STEPS):

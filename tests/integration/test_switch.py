@@ -65,7 +65,7 @@ class Buckets(L.Callback):
     def observe(
         self, bucket: Bucket, x: Tensor, out: Tensor, stages: Iterator[Pending | None]
     ) -> Iterator[Pending | None]:
-        where = x.data_ptr() if not self.sync.scatter else 0  # FSDP2 takes fresh memory for every bucket
+        where = x.data_ptr() if not self.sync.sharded else 0  # FSDP2 takes fresh memory for every bucket
         self.steps[-1].append(Seen(bucket.layout, x.numel(), where))
         yield from stages
 

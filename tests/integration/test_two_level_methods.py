@@ -108,7 +108,7 @@ def test_a_restored_engine_goes_on_as_if_never_stopped(name: str, kind: Kind) ->
 def flat(world_size: int) -> list[GradientSync]:
     compressor = conserving_form(everything(CONFIGURATIONS["loco"]))
     comms = SimulatedWorld(world_size).comms
-    return [GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False) for comm in comms]
+    return [GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), sharded=False) for comm in comms]
 
 
 @pytest.mark.parametrize("policy", ["fold", "reset"])

@@ -208,7 +208,7 @@ class OwnPositions(SparseCompressor):
         return 1 if self.same_counts and not specs[0].sharded else 2  # counts, entries
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, scatter=spec.sharded)
+        return entries_sum_nbytes(spec.numel, self.num_kept(spec), self.codec, world_size, sharded=spec.sharded)
 
 
 @configuration
@@ -279,7 +279,7 @@ class CommonPositions(SparseCompressor):
         return 0
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
-        values = value_sum_nbytes(self.num_kept(spec), world_size, scatter=spec.sharded)
+        values = value_sum_nbytes(self.num_kept(spec), world_size, sharded=spec.sharded)
         return self.positions_nbytes(spec, world_size) + values
 
 

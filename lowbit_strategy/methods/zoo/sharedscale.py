@@ -29,7 +29,7 @@ from lowbit_strategy.methods.zoo.integers import pack_integers, packed_nbytes, u
 from lowbit_strategy.options.configuration import configuration
 
 
-def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Generator[Pending, None, Tensor]:
+def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, sharded: bool) -> Generator[Pending, None, Tensor]:
     """Reduce-scatter or all-reduce of integers.
 
     1. row r of every rank goes to rank r, packed as narrow as ``[-limit, limit]`` allows
@@ -41,17 +41,17 @@ def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Gene
         q_WN: int32 [W, n] in ``[-limit, limit]``.
         limit: Largest magnitude.
         comm: Ranks to sum over.
-        scatter: Whether to stop after the second step.
+        sharded: Whether to stop after the second step.
 
     Returns:
-        int32: the sums of this rank's row [n] if `scatter`, else all rows' [W, n].
+        int32: the sums of this rank's row [n] if `sharded`, else all rows' [W, n].
     """
     world_size, numel = q_WN.shape
     sent = pack_integers(q_WN, limit)
     received = torch.empty_like(sent)
     yield comm.all_to_all(received, sent)
     total_N = unpack_integers(received, numel, limit).sum(0, dtype=torch.int32)
-    if scatter:
+    if sharded:
         return total_N
     packed_sum = pack_integers(total_N[None], world_size * limit)[0]
     gathered = torch.empty(world_size, packed_sum.numel(), dtype=torch.uint8, device=packed_sum.device)
@@ -59,10 +59,10 @@ def sum_integers(q_WN: Tensor, limit: int, comm: Comm, *, scatter: bool) -> Gene
     return unpack_integers(gathered, numel, world_size * limit)
 
 
-def sum_nbytes(numel: int, limit: int, world_size: int, *, scatter: bool) -> int:
+def sum_nbytes(numel: int, limit: int, world_size: int, *, sharded: bool) -> int:
     """Bytes a rank sends for rows of `numel` elements."""
     nbytes = packed_nbytes(numel, limit)
-    if not scatter:
+    if not sharded:
         nbytes += packed_nbytes(numel, world_size * limit)
     return nbytes * (world_size - 1)
 
@@ -214,7 +214,7 @@ class SharedScaleReducer(Reducer):
         bound_K1 = None if self.clip_sigmas is None else norm_K[:, None]
         code_KB = shared.round(scale_KB, self.limit, self.rounding, bound_K1)
         shared.trace(code_KB, scale_KB)
-        totals = yield from sum_integers(shared.rows(code_KB), self.limit, comm, scatter=shared.sharded)
+        totals = yield from sum_integers(shared.rows(code_KB), self.limit, comm, sharded=shared.sharded)
         shared.write_(totals, scale_KB)
 
     def _scale(self, shared: SharedViews, norm_K1: Tensor) -> Generator[Pending, None, Tensor]:
@@ -236,7 +236,7 @@ class SharedScaleReducer(Reducer):
 
     def wire_nbytes(self, spec: TensorSpec, world_size: int) -> int:
         numel = spec.row_numel(world_size, 1)
-        codes = sum_nbytes(numel, self.limit, world_size, scatter=spec.sharded)
+        codes = sum_nbytes(numel, self.limit, world_size, sharded=spec.sharded)
         norms = 2 * (world_size - 1) * -(-spec.numel // self.block_size) * 4 // world_size
         return codes + norms
 

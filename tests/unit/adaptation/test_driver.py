@@ -60,11 +60,11 @@ class Recorder(Controller):
         return Decision(state=state, levels=dict.fromkeys((*WEIGHTS, "bias"), 1), probe=self.probe)
 
 
-@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("source", ["local", "mean"])
-def test_accumulated_norms(source: str, scatter: bool) -> None:
+def test_accumulated_norms(source: str, sharded: bool) -> None:
     recorder = Recorder(Probe(accumulate=source, square=True), read_every=3)
-    sync = engine(Dense(), scatter=scatter)
+    sync = engine(Dense(), sharded=sharded)
     AdaptiveDriver(recorder).attach(sync)
     out = [reduce_step(sync, gradients(step)) for step in range(7)]
     for first in (0, 3):
@@ -116,7 +116,7 @@ def test_gradients_that_are_cleared_and_used_are_accumulated() -> None:
 
 def test_another_kind_of_gradient_begins_another_window() -> None:
     recorder = Recorder(Probe(accumulate="local"), read_every=3)
-    sync = engine(Dense(), scatter=True)
+    sync = engine(Dense(), sharded=True)
     AdaptiveDriver(recorder).attach(sync)
     out = []
     for step in range(4):
@@ -163,10 +163,10 @@ def test_energies_and_time_are_those_of_the_step_before() -> None:
     assert recorder.telemetry[2].residual_norm[WEIGHTS[0]] > 0
 
 
-@pytest.mark.parametrize("scatter", [False, True])
-def test_the_end_to_end_error_is_that_of_the_step_before(scatter: bool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_end_to_end_error_is_that_of_the_step_before(sharded: bool) -> None:
     recorder = Recorder(Probe(end_to_end=True))
-    sync = engine(TWO, scatter=scatter)
+    sync = engine(TWO, sharded=sharded)
     AdaptiveDriver(recorder).attach(sync)
     grads = gradients(0)
     result = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
@@ -242,9 +242,9 @@ CONTROLLERS: dict[str, Controller] = {
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
-@pytest.mark.parametrize(("stop", "scatter"), [(4, True), (5, False), (7, True)])
-def test_stop_and_resume_is_as_never_stopped(name: str, scatter: bool, stop: int) -> None:
-    check_stop_and_resume(CONTROLLERS[name], scatter=scatter, stop=stop)
+@pytest.mark.parametrize(("stop", "sharded"), [(4, True), (5, False), (7, True)])
+def test_stop_and_resume_is_as_never_stopped(name: str, sharded: bool, stop: int) -> None:
+    check_stop_and_resume(CONTROLLERS[name], sharded=sharded, stop=stop)
 
 
 def test_a_checkpoint_of_another_controller_is_not_taken() -> None:

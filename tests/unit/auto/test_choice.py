@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowbit_strategy import Auto, Dense, Exact, LoCo, WeightCode, WeightDelta, as_compressor
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.auto.choice import MOST_TRIED_STEPS, WARM_TRIED_STEPS, candidates, has_changed, num_timed
 from lowbit_strategy.auto.times import Timed, decide
 
@@ -14,8 +14,8 @@ OWN = Timed("own", (1.0, 1.01, 0.99, 1.02, 1.0))
 
 @pytest.mark.parametrize("quality", ["same", "close"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
-def test_a_trial_takes_at_most_twenty_steps(layout: Layout, quality: str) -> None:
-    tried = candidates(Auto(quality=quality), layout, None)  # type: ignore[arg-type]
+def test_a_trial_takes_at_most_twenty_steps(wrapper: Wrapper, quality: str) -> None:
+    tried = candidates(Auto(quality=quality), wrapper, None)  # type: ignore[arg-type]
     one_emptying, timed = 1, num_timed(len(tried))
     assert len(tried) * (WARM_TRIED_STEPS + timed) + one_emptying <= MOST_TRIED_STEPS == 20
     assert timed >= 4

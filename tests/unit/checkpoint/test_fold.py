@@ -32,7 +32,7 @@ COMPRESSORS: dict[str, Compressor] = {
 
 def ranks(compressor: Compressor, world: SimulatedWorld) -> list[GradientSync]:
     return [
-        GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False) for comm in world.comms
+        GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), sharded=False) for comm in world.comms
     ]
 
 

@@ -36,17 +36,17 @@ class Part(NamedTuple):
 class Bucket:
     """Parameters in one buffer, as DDP or FSDP2 lays them out, and the exchanges that reduce it in a world."""
 
-    def __init__(self, parts: Sequence[Part], world_size: int, *, scatter: bool, prefix: str = "p") -> None:
-        self.world, self.scatter = SimulatedWorld(world_size), scatter
-        specs = [TensorSpec(f"{prefix}{i}", part.shape, sharded=scatter) for i, part in enumerate(parts)]
+    def __init__(self, parts: Sequence[Part], world_size: int, *, sharded: bool, prefix: str = "p") -> None:
+        self.world, self.sharded = SimulatedWorld(world_size), sharded
+        specs = [TensorSpec(f"{prefix}{i}", part.shape, sharded=sharded) for i, part in enumerate(parts)]
         rows = [spec.row_numel(world_size, part.codec.block_size) for spec, part in zip(specs, parts, strict=True)]
         self.row_numel, at = sum(rows), 0
         self.slots: dict[ParamView, Codec] = {}
         for spec, part, row in zip(specs, parts, rows, strict=True):
-            slot = ParamView(spec, world_size, row, at, self.row_numel if scatter else row)
+            slot = ParamView(spec, world_size, row, at, self.row_numel if sharded else row)
             self.slots[slot] = part.codec
-            at += row if scatter else spec.numel
-        self.numel = at * world_size if scatter else at
+            at += row if sharded else spec.numel
+        self.numel = at * world_size if sharded else at
         self.flags = [StepFlags(CPU) for _ in range(world_size)]
         self.exchanges = [
             Exchange(self._routes(), comm, CPU, buffers=WireBuffers(CPU), flags=flags)
@@ -57,7 +57,7 @@ class Bucket:
         routes = []
         for codec in dict.fromkeys(self.slots.values()):
             slots = tuple(slot for slot, own in self.slots.items() if own == codec)
-            routes.append(CodedGroup(codec, {}, None if self.scatter else codec, {}, codec.block_size, slots))
+            routes.append(CodedGroup(codec, {}, None if self.sharded else codec, {}, codec.block_size, slots))
         return routes
 
     def share(self, slot: ParamView, rank: int) -> slice:
@@ -78,7 +78,7 @@ class Bucket:
 
     def run(self, buffers: Sequence[Tensor], sent: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Every rank's result, at once: under FSDP2 rows, under DDP buffers."""
-        outs = [torch.zeros(self.row_numel, dtype=x.dtype) if self.scatter else x.clone() for x in buffers]
+        outs = [torch.zeros(self.row_numel, dtype=x.dtype) if self.sharded else x.clone() for x in buffers]
         stages = [
             exchange.run(x, out, StepContext(0, rank + 1, 7), None if sent is None else sent[rank].copy_)
             for rank, (exchange, x, out) in enumerate(zip(self.exchanges, buffers, outs, strict=True))
@@ -90,7 +90,7 @@ class Bucket:
 
     def owned(self, outs: Sequence[Tensor], slot: ParamView, rank: int) -> Tensor:
         """What the ranks' results hold of the share of `rank`."""
-        if self.scatter:
+        if self.sharded:
             return outs[rank][slot.offset : slot.offset + slot.row_length(rank)]
         return outs[0][self.share(slot, rank)]
 
@@ -114,21 +114,21 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 @given(parts, worlds, st.booleans(), dtypes)
 def test_a_codec_without_loss_gives_the_sum_in_rank_order(
-    parts: list[Part], world_size: int, scatter: bool, dtype: torch.dtype
+    parts: list[Part], world_size: int, sharded: bool, dtype: torch.dtype
 ) -> None:
-    bucket = Bucket([part._replace(codec=EXACT) for part in parts], world_size, scatter=scatter)
+    bucket = Bucket([part._replace(codec=EXACT) for part in parts], world_size, sharded=sharded)
     buffers = bucket.fill(dtype)
     outs = bucket.run(buffers)
     for slot, owner in itertools.product(bucket.slots, range(world_size)):
-        wanted = total([x[bucket.share(slot, owner)] for x in buffers]) * (1.0 if scatter else 1.0 / world_size)
+        wanted = total([x[bucket.share(slot, owner)] for x in buffers]) * (1.0 if sharded else 1.0 / world_size)
         assert torch.equal(bucket.owned(outs, slot, owner), wanted.to(dtype))
-    if not scatter:
+    if not sharded:
         assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 @given(parts, worlds, dtypes)
 def test_owners_add_what_the_others_report_to_have_sent(parts: list[Part], world_size: int, dtype: torch.dtype) -> None:
-    bucket = Bucket(parts, world_size, scatter=True)
+    bucket = Bucket(parts, world_size, sharded=True)
     buffers = bucket.fill(dtype)
     sent = [torch.zeros(bucket.numel) for _ in buffers]
     outs = bucket.run(buffers, sent)
@@ -143,7 +143,7 @@ def test_owners_add_what_the_others_report_to_have_sent(parts: list[Part], world
 
 @given(parts, worlds)
 def test_all_ranks_decode_the_same_bits_within_two_quantization_steps(parts: list[Part], world_size: int) -> None:
-    bucket = Bucket(parts, world_size, scatter=False)
+    bucket = Bucket(parts, world_size, sharded=False)
     buffers = bucket.fill()
     outs = bucket.run(buffers)
     assert all(torch.equal(out, outs[0]) for out in outs)
@@ -156,18 +156,18 @@ def test_all_ranks_decode_the_same_bits_within_two_quantization_steps(parts: lis
 
 
 @given(parts, worlds, st.booleans())
-def test_bytes_are_counted_before_and_while_they_travel(parts: list[Part], world_size: int, scatter: bool) -> None:
-    bucket = Bucket(parts, world_size, scatter=scatter)
+def test_bytes_are_counted_before_and_while_they_travel(parts: list[Part], world_size: int, sharded: bool) -> None:
+    bucket = Bucket(parts, world_size, sharded=sharded)
     bucket.run(bucket.fill())
     for exchange, comm in zip(bucket.exchanges, bucket.world.comms, strict=True):
-        row_nbytes = exchange.uplink_nbytes + (0 if scatter else exchange.downlink_nbytes)
+        row_nbytes = exchange.uplink_nbytes + (0 if sharded else exchange.downlink_nbytes)
         assert comm.sent_nbytes == row_nbytes * (world_size - 1)
         assert (comm.sent_nbytes > 0) == (world_size > 1)
 
 
 @given(parts, worlds, st.booleans())
-def test_memory_for_messages_is_given_back(parts: list[Part], world_size: int, scatter: bool) -> None:
-    bucket = Bucket(parts, world_size, scatter=scatter)
+def test_memory_for_messages_is_given_back(parts: list[Part], world_size: int, sharded: bool) -> None:
+    bucket = Bucket(parts, world_size, sharded=sharded)
     results = [bucket.run(bucket.fill()) for _ in range(2)]
     held = [exchange._buffers.nbytes for exchange in bucket.exchanges]
     results.append(bucket.run(bucket.fill()))
@@ -175,10 +175,10 @@ def test_memory_for_messages_is_given_back(parts: list[Part], world_size: int, s
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
 
 
-@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_value_that_is_not_finite_reaches_its_owner_and_is_noted(value: float, scatter: bool) -> None:
-    bucket = Bucket([Part((40, 2), EXACT), Part((64, 3), COARSE)], 3, scatter=scatter)
+def test_a_value_that_is_not_finite_reaches_its_owner_and_is_noted(value: float, sharded: bool) -> None:
+    bucket = Bucket([Part((40, 2), EXACT), Part((64, 3), COARSE)], 3, sharded=sharded)
     buffers = bucket.fill()
     for slot in bucket.slots:
         buffers[1][bucket.share(slot, 2).start] = value
@@ -190,8 +190,8 @@ def test_a_value_that_is_not_finite_reaches_its_owner_and_is_noted(value: float,
 
 
 def test_a_message_of_another_layout_is_an_error_that_names_its_sender() -> None:
-    bucket = Bucket([Part((64,), COARSE)], 3, scatter=False)
-    other = Bucket([Part((64,), COARSE)], 3, scatter=False, prefix="another")
+    bucket = Bucket([Part((64,), COARSE)], 3, sharded=False)
+    other = Bucket([Part((64,), COARSE)], 3, sharded=False, prefix="another")
     bucket.exchanges[2] = Exchange(
         other._routes(), bucket.world.comms[2], CPU, buffers=WireBuffers(CPU), flags=StepFlags(CPU)
     )

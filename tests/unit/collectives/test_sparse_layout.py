@@ -19,10 +19,10 @@ _SHAPES = {"long": (300, 700), "small": (3, 5), "empty": (0,), "scalar": (), "ro
 _CODECS = [DenseCodec("float32"), DenseCodec("bfloat16"), BlockCodec(uniform(4, 64))]
 
 
-def _layout(world_size: int, *, scatter: bool) -> SparseLayout:
+def _layout(world_size: int, *, sharded: bool) -> SparseLayout:
     shapes = _SHAPES.values()
-    spans = [dim0_row_numel(shape, world_size) if scatter else torch.Size(shape).numel() for shape in shapes]
-    return SparseLayout(list(_SHAPES), spans, world_size if scatter else 1, _CPU)
+    spans = [dim0_row_numel(shape, world_size) if sharded else torch.Size(shape).numel() for shape in shapes]
+    return SparseLayout(list(_SHAPES), spans, world_size if sharded else 1, _CPU)
 
 
 def _gradients() -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def _dense(x: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: codec.label)
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.4, 1.0])
 def test_all_reduce_messages_hold_what_was_chosen(codec: Codec, share: float) -> None:
-    layout, x = _layout(3, scatter=False), _gradients()
+    layout, x = _layout(3, sharded=False), _gradients()
     chosen = [_choose(values, share) for values in x.values()]
     message = layout.pack(chosen, codec, seed=1)
     assert len(message.wires) == 1
@@ -60,7 +60,7 @@ def test_all_reduce_messages_hold_what_was_chosen(codec: Codec, share: float) ->
 @pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: codec.label)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_reduce_scatter_messages_go_to_the_owners(codec: Codec, world_size: int) -> None:
-    layout, x = _layout(world_size, scatter=True), _gradients()
+    layout, x = _layout(world_size, sharded=True), _gradients()
     chosen = [_choose(values, 0.1) for values in x.values()]
     message = layout.pack(chosen, codec, seed=1)
     sizes_DV = layout.sizes(message.counts_DK)
@@ -76,7 +76,7 @@ def test_reduce_scatter_messages_go_to_the_owners(codec: Codec, world_size: int)
 
 
 def test_bytes_are_those_of_counts_positions_and_values() -> None:
-    layout, x = _layout(2, scatter=False), _gradients()
+    layout, x = _layout(2, sharded=False), _gradients()
     chosen = [_choose(values, 0.1) for values in x.values()]
     codec = BlockCodec(uniform(4, 64))
     message = layout.pack(chosen, codec, seed=1)
@@ -113,7 +113,7 @@ def _damage(what: str, counts_DK: Tensor, wire: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("what", ["negative", "more than a block", "moved", "huge", "short"])
 def test_a_damaged_message_is_an_error(what: str) -> None:
-    layout = _layout(2, scatter=False)
+    layout = _layout(2, sharded=False)
     message = layout.pack([_choose(values, 0.2) for values in _gradients().values()], DenseCodec(), seed=1)
     wire = _damage(what, message.counts_DK, message.wires[0])
     with pytest.raises(RuntimeError, match="damaged"):

@@ -62,9 +62,9 @@ class Recorder:
         self.traced[name] = (compensated.clone(), sent.clone())
 
 
-def observed(compressor: Compressor, *, scatter: bool, steps: int = 3) -> Iterator[tuple[Any, Mapping[str, Tensor]]]:
+def observed(compressor: Compressor, *, sharded: bool, steps: int = 3) -> Iterator[tuple[Any, Mapping[str, Tensor]]]:
     """Every step's observer, gradients, residuals before it and results, on one rank."""
-    sync = engine(compressor, SPECS, scatter=scatter)
+    sync = engine(compressor, SPECS, sharded=sharded)
     for step in range(steps):
         recorder = Recorder(traces=True)
         sync.listeners.add(recorder, StepPhase.OBSERVE)
@@ -76,19 +76,19 @@ def observed(compressor: Compressor, *, scatter: bool, steps: int = 3) -> Iterat
         yield recorder, {name: (grads[name], residuals[name], means[name]) for name in grads}
 
 
-@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("compressor", [MIXED, EFSignSGD(), TopK(density=0.1)], ids=lambda c: c.name)
 def test_observers_are_shown_what_each_parameter_was_to_send_and_what_the_others_decode(
-    compressor: Compressor, scatter: bool
+    compressor: Compressor, sharded: bool
 ) -> None:
-    for recorder, facts in observed(compressor, scatter=scatter):
+    for recorder, facts in observed(compressor, sharded=sharded):
         assert recorder.traced.keys() == facts.keys()
         for name, (grad, residual, mean) in facts.items():
             compensated, sent = recorder.traced[name]
             kept = recorder.residuals.get(name, torch.zeros_like(grad))
             assert torch.equal(kept.view_as(grad), residual.view_as(grad))
             torch.testing.assert_close(compensated, grad + residual)
-            if scatter:  # of one rank: the sum is what it has sent
+            if sharded:  # of one rank: the sum is what it has sent
                 torch.testing.assert_close(sent, mean, rtol=1e-6, atol=0)
 
 
@@ -100,11 +100,11 @@ class Compensated(Recorder):
         yield from stages
 
 
-@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("compressor", "idle"), [(preset("loco1"), 32), (TopK(density=0.1), 40 * 64)])
-def test_what_waits_in_idle_blocks_is_not_to_be_sent(compressor: Compressor, idle: int, scatter: bool) -> None:
+def test_what_waits_in_idle_blocks_is_not_to_be_sent(compressor: Compressor, idle: int, sharded: bool) -> None:
     specs = (TensorSpec("a", (40, 64)),)
-    sync = engine(compressor, specs, scatter=scatter)
+    sync = engine(compressor, specs, sharded=sharded)
     grads = gradients(0, specs)
     reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
     for num_kept, size in ((96, 1.0), (0, 1.0), (40 * 64, 1e-30)):  # three blocks of 32, none, all with tiny values

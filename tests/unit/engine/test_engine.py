@@ -92,7 +92,7 @@ def test_a_step_without_gradients_counts_on_one_rank_only() -> None:
     alone.end_step()
     assert alone.step_index == 1
     comm = SimulatedWorld(2).comms[0]
-    together = GradientSync(EXACT, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False)
+    together = GradientSync(EXACT, SPECS, Ranks.flat(comm), torch.device("cpu"), sharded=False)
     together.end_step()
     assert together.step_index == 0
 
@@ -120,7 +120,7 @@ def test_results_depend_on_seed_step_and_rank_alone() -> None:
     assert not torch.equal(run(1, 5), run(2, 5))
     assert not torch.equal(run(1, 5), run(1, 6))
     contexts = [
-        GradientSync(EXACT, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False).step_context()
+        GradientSync(EXACT, SPECS, Ranks.flat(comm), torch.device("cpu"), sharded=False).step_context()
         for comm in SimulatedWorld(3).comms
     ]
     assert len({context.shared_seed for context in contexts}) == 1

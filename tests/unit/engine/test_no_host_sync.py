@@ -26,21 +26,21 @@ from testing.cuda.steps import SPECS, bucket, check_no_step_waits, step
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scatter"), [(torch.float32, False), (torch.bfloat16, True)], ids=["ddp", "fsdp in bfloat16"]
+    ("dtype", "sharded"), [(torch.float32, False), (torch.bfloat16, True)], ids=["ddp", "fsdp in bfloat16"]
 )
 @pytest.mark.parametrize(
     "compressor",
     [LoCo(), LoCo(bits=2, codebook="fitted"), LoCo(bits=2, codebook="ternary_unit_gain"), LoCo(reset_steps=1), Dense()],
     ids=["loco", "fitted", "ternary", "reset", "dense"],
 )
-def test_no_step_waits_for_the_device(compressor: Compressor, scatter: bool, dtype: torch.dtype) -> None:
-    check_no_step_waits(compressor, dtype, scatter=scatter)
+def test_no_step_waits_for_the_device(compressor: Compressor, sharded: bool, dtype: torch.dtype) -> None:
+    check_no_step_waits(compressor, dtype, sharded=sharded)
 
 
 def test_a_step_on_cuda_takes_few_operations() -> None:
-    layout, numel = bucket(scatter=False)
+    layout, numel = bucket(sharded=False)
     with on_cuda() as launched:
-        sync = GradientSync(LoCo(), SPECS, Ranks.flat(EchoComm(64)), CUDA, scatter=False)
+        sync = GradientSync(LoCo(), SPECS, Ranks.flat(EchoComm(64)), CUDA, sharded=False)
         x = torch.empty(numel, device=CUDA)
         step(sync, layout, x, x)
         launched.clear()
@@ -54,7 +54,7 @@ def test_a_step_on_cuda_takes_few_operations() -> None:
 def test_old_and_new_state_are_never_in_a_gpus_memory_together(
     compressor: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, numel = bucket(scatter=False)
+    layout, numel = bucket(sharded=False)
     changes = Phased(later=LoCo(bits=2, codebook="fitted"), first=compressor, steps=1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     make_store, seen = CodecPair.make_store, []
@@ -64,7 +64,7 @@ def test_old_and_new_state_are_never_in_a_gpus_memory_together(
         return make_store(self, specs, comm, device)  # type: ignore[arg-type]
 
     with on_cuda():
-        sync = GradientSync(changes, SPECS, Ranks.flat(EchoComm(64)), CUDA, scatter=False)
+        sync = GradientSync(changes, SPECS, Ranks.flat(EchoComm(64)), CUDA, sharded=False)
         x = torch.empty(numel, device=CUDA)
         if compressor == LoCo():
             step(sync, layout, x, x)  # a bucket knows where the state of its parameters lies

@@ -27,21 +27,21 @@ def operations_of_a_reduce(
     world_size: int,
     compressor: Compressor = LoCo(),  # noqa: B008 (frozen)
     *,
-    scatter: bool,
+    sharded: bool,
     rollback: bool = False,
 ) -> list[str]:
     """Of the second step: the first makes tables and buffers."""
     comm = EchoComm(world_size)
     sync = GradientSync(
-        compressor, specs, Ranks.flat(comm), torch.device("cpu"), scatter=scatter, skips_overflow=rollback
+        compressor, specs, Ranks.flat(comm), torch.device("cpu"), sharded=sharded, skips_overflow=rollback
     )
     entries, at = [], 0
     for spec in specs:
         entries.append((spec.name, at))
-        at += dim0_row_numel(spec.shape, world_size) if scatter else spec.numel
-    layout = BucketLayout(tuple(entries), at if scatter else None)
-    x = torch.randn(at * world_size if scatter else at, generator=torch.Generator().manual_seed(0))
-    out = torch.empty(at) if scatter else x
+        at += dim0_row_numel(spec.shape, world_size) if sharded else spec.numel
+    layout = BucketLayout(tuple(entries), at if sharded else None)
+    x = torch.randn(at * world_size if sharded else at, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(at) if sharded else x
     for step in range(2):
         with Operations() as operations:
             sync.begin_step()
@@ -51,23 +51,23 @@ def operations_of_a_reduce(
     return operations.names
 
 
-@pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
-def test_a_bucket_takes_few_operations(scatter: bool) -> None:
-    names = operations_of_a_reduce(MATRICES + VECTORS, 64, scatter=scatter)
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_a_bucket_takes_few_operations(sharded: bool) -> None:
+    names = operations_of_a_reduce(MATRICES + VECTORS, 64, sharded=sharded)
     assert len(names) <= 40, names
     assert not [name for name in names if "zero" in name]  # messages are written whole
 
 
-@pytest.mark.parametrize("scatter", [False, True], ids=["ddp", "fsdp"])
-def test_neither_ranks_nor_tensors_add_operations(scatter: bool) -> None:
-    few = operations_of_a_reduce(MATRICES[:1] + VECTORS[:1], 2, scatter=scatter)
-    assert len(operations_of_a_reduce(MATRICES + VECTORS, 16, scatter=scatter)) == len(few)
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_neither_ranks_nor_tensors_add_operations(sharded: bool) -> None:
+    few = operations_of_a_reduce(MATRICES[:1] + VECTORS[:1], 2, sharded=sharded)
+    assert len(operations_of_a_reduce(MATRICES + VECTORS, 16, sharded=sharded)) == len(few)
 
 
 def test_overflows_are_noted_only_where_a_rollback_reads_the_note() -> None:
     """Of methods that exchange by themselves: each note is a pass over the result."""
     sync = {
-        rollback: operations_of_a_reduce(MATRICES[:2], 1, PowerSGD(rank=2), scatter=False, rollback=rollback)
+        rollback: operations_of_a_reduce(MATRICES[:2], 1, PowerSGD(rank=2), sharded=False, rollback=rollback)
         for rollback in (False, True)
     }
     assert "aten.maximum.out" not in sync[False]

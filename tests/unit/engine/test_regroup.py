@@ -63,7 +63,7 @@ def test_an_overflow_keeps_the_carryover() -> None:
 def test_what_is_left_over_takes_no_more_memory_than_it_did(residual: str, nbytes: float) -> None:
     """And gives the same bits as its float32 values."""
     compressor = LoCo(bits=4, beta=0.5, residual=residual, reset_steps=None)  # type: ignore[arg-type]
-    sync = engine(compressor, scatter=True, skips_overflow=True)
+    sync = engine(compressor, sharded=True, skips_overflow=True)
     reduce_step(sync, gradients(0))
     before = {name: sync.state.export_unsent(name).clone() for name in WEIGHTS}
     sync.use(Dense())

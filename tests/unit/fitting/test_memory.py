@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit_strategy import DGC, DiLoCo, Exact, LoCo, WeightCode, WeightDelta
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.fitting.memory import memory_of
@@ -27,7 +27,7 @@ from testing.worlds.threaded import ThreadedWorld
 
 
 @pytest.mark.parametrize(
-    ("layout", "size", "coding", "outer"),
+    ("wrapper", "size", "coding", "outer"),
     [
         ("ddp", 8, None, None),
         ("ddp", None, None, DiLoCo(fragments=4)),
@@ -37,9 +37,9 @@ from testing.worlds.threaded import ThreadedWorld
     ],
 )
 def test_seventy_billion_parameters_on_a_thousand_ranks(
-    layout: Layout, size: int | None, coding: WeightCoding | None, outer: OuterRule | None
+    wrapper: Wrapper, size: int | None, coding: WeightCoding | None, outer: OuterRule | None
 ) -> None:
-    plan = plan_of_llama(layout, size, coding, outer)
+    plan = plan_of_llama(wrapper, size, coding, outer)
     memory, share = memory_of(plan), 1 if size is None else 1 / size
     numel = share * sum(spec.whole.numel for spec in plan.specs.values())
     assert memory.residuals == pytest.approx(numel * (1 + 2 / 128), rel=0.15)
@@ -50,8 +50,8 @@ def test_seventy_billion_parameters_on_a_thousand_ranks(
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_memory_of_residuals_is_what_engines_keep(name: str) -> None:
-    for scatter in (False, True):
-        sync = engine(everything(CONFIGURATIONS[name]), SPECS, scatter=scatter)
+    for sharded in (False, True):
+        sync = engine(everything(CONFIGURATIONS[name]), SPECS, sharded=sharded)
         assert memory_of(plan_of(sync)).residuals == sync.state.nbytes
 
 
@@ -64,7 +64,7 @@ def test_memory_of_local_steps_is_what_is_held(rule: OuterRule) -> None:
 
     def held(at: int) -> tuple[int, int]:
         comm = world.comms[at]
-        sync = GradientSync(LoCo(beta=0.0), specs, Ranks.flat(comm), torch.device("cpu"), scatter=False)
+        sync = GradientSync(LoCo(beta=0.0), specs, Ranks.flat(comm), torch.device("cpu"), sharded=False)
         outer = OuterSync(sync, dict(model.named_parameters()), rule)
         for _ in range(3 * outer.round_length):  # what travels late has come by then
             outer.after_step()
@@ -100,9 +100,9 @@ def test_what_waits_for_the_whole_model_is_reduced_at_once_however_it_is_cut(
     assert (one_by_one == at_once) is whole
 
 
-@pytest.mark.parametrize("scatter", [False, True])
-def test_memory_for_messages_is_what_is_announced(scatter: bool) -> None:
-    sync = engine(LoCo(bits=4), scatter=scatter)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_memory_for_messages_is_what_is_announced(sharded: bool) -> None:
+    sync = engine(LoCo(bits=4), sharded=sharded)
     for step in range(3):
         reduce_step(sync, gradients(step))
-    assert 0 < sync.buffers.nbytes <= memory_of(plan_of(sync)).messages * (1.02 if scatter else 1.0) + 64
+    assert 0 < sync.buffers.nbytes <= memory_of(plan_of(sync)).messages * (1.02 if sharded else 1.0) + 64

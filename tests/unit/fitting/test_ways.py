@@ -52,7 +52,7 @@ def setup(specs: list[TensorSpec], nodes: int, per_node: int) -> Setup:
         name: ModuleLayout(specs=tuple(own), dtype=torch.bfloat16, num_gathers=2) for name, own in modules.items()
     }
     topology = Topology(world_size, (per_node,) * nodes, node_size=per_node if nodes > 1 else None)
-    return Setup(specs=specs, topology=topology, layout="fsdp", modules=layouts)
+    return Setup(specs=specs, topology=topology, wrapper="fsdp", modules=layouts)
 
 
 LLAMA_8B = llama(4096, 14336, 32, 1024, 128256)
@@ -160,7 +160,7 @@ def test_what_cannot_fit_is_an_error_with_the_arithmetic() -> None:
 
 def test_amounts_of_small_models_are_told_in_units_that_show_them() -> None:
     small = [TensorSpec("weight", (256, 256))]
-    found = list(memory_options(LoCo(), None, replace(setup(small, 1, 8), modules={}, layout="ddp"), may_recode=True))
+    found = list(memory_options(LoCo(), None, replace(setup(small, 1, 8), modules={}, wrapper="ddp"), may_recode=True))
     with pytest.raises(
         ValueError, match=r"would keep [\d.]+ KB \(.*, at least [\d.]+ KB .* and 1 KB are allowed"
     ) as error:

@@ -279,7 +279,7 @@ def _fail_in_backward(rank: int, world_size: int) -> list[str]:
         describe_parameters(model.module),
         Ranks.flat(GroupComm(dist.new_group())),
         torch.device("cpu"),
-        scatter=False,
+        sharded=False,
     )
     hook = DDPHook(model, sync)
     reduce, outcomes = sync.reduce, []

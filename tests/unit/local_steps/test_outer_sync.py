@@ -167,7 +167,7 @@ def test_weights_of_a_smaller_type_do_not_drag_the_anchor() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8).to(torch.bfloat16)
     world = ThreadedWorld(1)
-    sync = GradientSync(Dense(), describe_parameters(model), Ranks.flat(world.comms[0]), CPU, scatter=False)
+    sync = GradientSync(Dense(), describe_parameters(model), Ranks.flat(world.comms[0]), CPU, sharded=False)
     outer = OuterSync(sync, dict(model.named_parameters()), LocalSGD(every=1))
     for anchor in outer.anchors.values():
         anchor.mul_(1 + 1e-4)  # less than bfloat16 can hold

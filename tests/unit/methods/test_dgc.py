@@ -88,7 +88,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 def _model(compressor: DGC, gradients: dict[str, torch.Tensor], steps: int) -> list[dict[str, torch.Tensor]]:
     """Means of a model of several parameters on one rank, step by step."""
     specs = [TensorSpec(name, tuple(g.shape)) for name, g in gradients.items()]
-    sync = GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), scatter=False)
+    sync = GradientSync(compressor, specs, Ranks.flat(LocalComm()), torch.device("cpu"), sharded=False)
     entries, at = [], 0
     for spec in specs:
         entries.append((spec.name, at))

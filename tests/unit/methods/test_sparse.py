@@ -265,7 +265,7 @@ def test_damaged_positions_are_an_error(
         [TensorSpec("p", (400, 400))],
         Ranks.flat(world.comms[1]),
         torch.device("cpu"),
-        scatter=False,
+        sharded=False,
     )
     with pytest.raises(RuntimeError, match=f"a sparse message is damaged: {message}"):
         ranks.step([gaussian((400, 400), rank) for rank in range(2)])

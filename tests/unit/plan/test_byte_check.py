@@ -29,7 +29,7 @@ class Engines:
     def __init__(self, compressor: Compressor) -> None:
         self.world, specs = SimulatedWorld(2), [TensorSpec("p", (48, 64))]
         self.syncs = [
-            GradientSync(compressor, specs, Ranks.flat(comm), CPU, scatter=False) for comm in self.world.comms
+            GradientSync(compressor, specs, Ranks.flat(comm), CPU, sharded=False) for comm in self.world.comms
         ]
         ByteCheck(self.syncs[0])
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lowbit_strategy import PRESETS, DiLoCo, Exact, LoCo, TopK, WeightCode, WeightDelta
-from lowbit_strategy.attach.prepare import Layout
+from lowbit_strategy.attach.prepare import Wrapper
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.methods._base.compressor import assign_all
@@ -23,7 +23,7 @@ from testing.worlds.threaded import ThreadedWorld
 
 
 @pytest.mark.parametrize(
-    ("layout", "size", "coding", "outer"),
+    ("wrapper", "size", "coding", "outer"),
     [
         ("ddp", None, None, None),
         ("ddp", 8, None, None),
@@ -35,13 +35,13 @@ from testing.worlds.threaded import ThreadedWorld
     ],
 )
 def test_seventy_billion_parameters_on_a_thousand_ranks(
-    layout: Layout, size: int | None, coding: WeightCoding | None, outer: OuterRule | None
+    wrapper: Wrapper, size: int | None, coding: WeightCoding | None, outer: OuterRule | None
 ) -> None:
     assert not dist.is_initialized()
-    plan = plan_of_llama(layout, size, coding, outer)
+    plan = plan_of_llama(wrapper, size, coding, outer)
     numel = sum(spec.whole.numel for spec in plan.specs.values())
     assert 70.0e9 < numel < 70.7e9
-    hops = 1 if layout == "fsdp" else 2
+    hops = 1 if wrapper == "fsdp" else 2
     per_element = plan.sent_nbytes / numel * (size or 1) / hops
     assert 0.51 < per_element < 0.60  # 4 bits and a scale per block; embedding and head in 8 bits; padding
     if size is not None:

@@ -30,7 +30,7 @@ COMPRESSORS: dict[str, Compressor] = {
 
 def engines(compressor: Compressor, world: SimulatedWorld) -> list[GradientSync]:
     return [
-        GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), scatter=False) for comm in world.comms
+        GradientSync(compressor, SPECS, Ranks.flat(comm), torch.device("cpu"), sharded=False) for comm in world.comms
     ]
 
 

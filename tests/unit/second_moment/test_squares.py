@@ -22,7 +22,7 @@ def test_a_leftover_does_not_go_with_squares() -> None:
     world, module = SimulatedWorld(2), nn.Linear(64, 48, bias=False)
     specs = [TensorSpec("weight", (48, 64))]
     syncs = [
-        GradientSync(preset("loco1"), specs, Ranks.flat(comm), torch.device("cpu"), scatter=False)
+        GradientSync(preset("loco1"), specs, Ranks.flat(comm), torch.device("cpu"), sharded=False)
         for comm in world.comms
     ]
     for sync in syncs:

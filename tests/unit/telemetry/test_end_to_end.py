@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def measure_of(spec: TensorSpec, comm: Comm, seed: int) -> StepMeasure:
-    return StepMeasure(GradientSync(Dense(), [spec], Ranks.flat(comm), CPU, scatter=spec.sharded, seed=seed))
+    return StepMeasure(GradientSync(Dense(), [spec], Ranks.flat(comm), CPU, sharded=spec.sharded, seed=seed))
 
 
 def estimates(gradient: Tensor, result: Tensor, seeds: range) -> Tensor:
@@ -85,9 +85,9 @@ def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) ->
     total = sum(gradients)
     noise = 0.1 * torch.randn(spec.numel, generator=generator)
 
-    def one(rank: int, scatter: bool) -> Tensor:
+    def one(rank: int, sharded: bool) -> Tensor:
         x = gradients[rank].clone()
-        if scatter:
+        if sharded:
             padded = torch.nn.functional.pad(x, (0, 3 * row_numel - spec.numel)).view(3, -1)
             out = torch.zeros(row_numel)
             view = ParamView(replace(spec, sharded=True), 3, row_numel, x=padded, out=out)
@@ -104,9 +104,9 @@ def test_rows_of_a_reduce_scatter_add_up_to_the_whole(shape: tuple[int, ...]) ->
 
     try:
         sums = {}
-        for scatter in (False, True):
-            futures = [world._threads.submit(one, rank, scatter) for rank in range(3)]
-            sums[scatter] = sum(future.result() for future in futures)
+        for sharded in (False, True):
+            futures = [world._threads.submit(one, rank, sharded) for rank in range(3)]
+            sums[sharded] = sum(future.result() for future in futures)
     finally:
         world.close()
     assert torch.allclose(sums[True], sums[False], rtol=1e-5)

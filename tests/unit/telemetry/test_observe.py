@@ -27,7 +27,7 @@ WEIGHTS = ("blocks.0.weight", "blocks.1.weight")
 
 def test_figures_against_an_independent_computation() -> None:
     # One rank under FSDP2's layout: what comes out is exactly what was sent.
-    sync = engine(COMPRESSOR, scatter=True)
+    sync = engine(COMPRESSOR, sharded=True)
     observer = Observer(sync, wants=lambda step: step == 3, group_by="parameter")
     for step in range(4):
         before = {name: sync.state.residual(name) for name in WEIGHTS}
@@ -96,7 +96,7 @@ class FarComm(LocalComm):
 def test_in_an_observed_step_too_all_messages_leave_before_one_is_waited_for() -> None:
     log: list[str] = []
     ranks = replace(Ranks.flat(FarComm(log)), comes_and_goes=True)  # there is no sample that travels first
-    sync = GradientSync(COMPRESSOR, SPECS, ranks, torch.device("cpu"), scatter=False)
+    sync = GradientSync(COMPRESSOR, SPECS, ranks, torch.device("cpu"), sharded=False)
     Observer(sync, wants=lambda step: True)
     sync.begin_step()
     runner = BlockingReducer()
@@ -174,9 +174,9 @@ def test_blocks_without_a_gradient_do_not_count() -> None:
     assert max(errors) < 2 * errors[0]
 
 
-@pytest.mark.parametrize("scatter", [False, True])
-def test_the_end_to_end_error_is_that_of_the_result(scatter: bool) -> None:
-    sync = engine(COMPRESSOR, scatter=scatter)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_end_to_end_error_is_that_of_the_result(sharded: bool) -> None:
+    sync = engine(COMPRESSOR, sharded=sharded)
     observer = Observer(sync, wants=lambda step: True, group_by="parameter")
     grads = gradients(0)
     result = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})

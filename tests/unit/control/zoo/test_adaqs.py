@@ -124,10 +124,10 @@ def test_bad_adaqs(options: dict[str, object]) -> None:
         AdaQS(**{"ladder": (EIGHT, FOUR), **options})
 
 
-@pytest.mark.parametrize("scatter", [False, True])
-def test_adaqs_follows_the_noise_of_real_gradients(scatter: bool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adaqs_follows_the_noise_of_real_gradients(sharded: bool) -> None:
     """A signal that fades, whose elements have the mean 0 at every step, as behind layer norms."""
-    sync = engine(Dense(), scatter=scatter)
+    sync = engine(Dense(), sharded=sharded)
     driver = AdaptiveDriver(AdaQS(ladder=(EIGHT, FOUR, TWO), interval=5, ewma=0.5))
     driver.attach(sync)
     signal = {name: values - values.mean() for name, values in gradients(1000).items()}
@@ -143,7 +143,7 @@ def test_adaqs_follows_the_noise_of_real_gradients(scatter: bool) -> None:
     assert any("mean-to-deviation ratio fell" in event.switch.reason for event in driver.events)
 
 
-@pytest.mark.parametrize(("stop", "scatter"), [(4, True), (5, False)])
-def test_stop_and_resume_is_as_never_stopped(stop: int, scatter: bool) -> None:
+@pytest.mark.parametrize(("stop", "sharded"), [(4, True), (5, False)])
+def test_stop_and_resume_is_as_never_stopped(stop: int, sharded: bool) -> None:
     ladder = tuple(LoCo(bits=bits, block_size=64, reset_steps=None) for bits in (8, 4, 2))
-    check_stop_and_resume(AdaQS(ladder=ladder, interval=2, factor=0.9, ewma=1.0), scatter=scatter, stop=stop)
+    check_stop_and_resume(AdaQS(ladder=ladder, interval=2, factor=0.9, ewma=1.0), sharded=sharded, stop=stop)

@@ -188,7 +188,7 @@ def test_bad_options(options: dict[str, object], message: str) -> None:
         GraVAC(**{"candidates": CANDIDATES, **options})
 
 
-@pytest.mark.parametrize(("stop", "scatter"), [(4, True), (7, False)])
-def test_stop_and_resume_is_as_never_stopped(stop: int, scatter: bool) -> None:
+@pytest.mark.parametrize(("stop", "sharded"), [(4, True), (7, False)])
+def test_stop_and_resume_is_as_never_stopped(stop: int, sharded: bool) -> None:
     candidates = tuple(LoCo(bits=bits, block_size=64, reset_steps=None) for bits in (8, 4, 2))
-    check_stop_and_resume(GraVAC(candidates=candidates, window=3), scatter=scatter, stop=stop)
+    check_stop_and_resume(GraVAC(candidates=candidates, window=3), sharded=sharded, stop=stop)

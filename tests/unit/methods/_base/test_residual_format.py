@@ -22,14 +22,14 @@ SPECS = [TensorSpec("blocks.0.weight", (512, 384)), TensorSpec("blocks.1.weight"
 
 @pytest.mark.parametrize(("residual", "nbytes"), [("int8", 1 + 2 / 128), ("none", 0.0), ("float32", 4.0)])
 def test_bytes_per_parameter(residual: Literal["int8", "none", "float32"], nbytes: float) -> None:
-    sync = engine(LoCo(residual=residual), SPECS, scatter=True)
+    sync = engine(LoCo(residual=residual), SPECS, sharded=True)
     assert sync.state.nbytes == nbytes * sum(spec.numel for spec in SPECS)
 
 
 @pytest.mark.parametrize("residual", ["int8", "none"])
 def test_what_is_sent_adds_up_to_what_came_in(residual: Literal["int8", "none"]) -> None:
     """The mean over steps: fed back, or without bias."""
-    sync = engine(LoCo(residual=residual, residual_rounding="stochastic", reset_steps=None), SPECS, scatter=True)
+    sync = engine(LoCo(residual=residual, residual_rounding="stochastic", reset_steps=None), SPECS, sharded=True)
     grads = gradients(0, SPECS)
     total = {name: torch.zeros_like(values) for name, values in grads.items()}
     for _ in range(64):
@@ -47,7 +47,7 @@ def test_the_same_bits_in_parts_of_any_size(compressor: Compressor, monkeypatch:
     results = []
     for numel in (1 << 10, 1 << 30):
         monkeypatch.setattr(packed, "PART_NUMEL", {False: numel, True: numel})
-        sync = engine(compressor, SPECS, scatter=True)
+        sync = engine(compressor, SPECS, sharded=True)
         results.append([reduce_step(sync, gradients(step, SPECS)) for step in range(3)])
     for small, large in zip(*results, strict=True):
         assert all(torch.equal(small[name], large[name]) for name in small)
