@@ -52,5 +52,5 @@ class BoundedResiduals(StepListener, BucketObserver):
             if residual is not None:
                 allowed, norm = self._limit * param.within(x, out).x.norm(), residual.norm()
                 factor = torch.where((allowed > 0) & (allowed < norm), allowed / norm, 1.0)
-                store.method.rescale_({param.name: store.tensors(param.name)}, factor)
+                store.method.rescale_residual_(store.tensors(param.name), factor)
         yield from stages
