@@ -21,7 +21,7 @@ from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.model.fingerprint import settings_facts
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.module_layout import ModuleLayout
-from lowbit_strategy.model.parallel_dims import model_group
+from lowbit_strategy.model.parallel_dims import global_shape, model_group
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry.startup_report import render_reports
@@ -137,7 +137,7 @@ def check_whole_model(module: nn.Module, sync: GradientSync) -> None:
         assignment = sync.state.assignments.get(name)
         if assignment is None or not assignment.method.whole_model:
             continue
-        if getattr(param, "_st_info", param).shape.numel() == sync.specs[name].whole.numel:
+        if global_shape(param).numel() == sync.specs[name].whole.numel:
             raise ValueError(
                 f"{sync.compressor.name} selects from all parameters of a rank; some differ between tensor-parallel"
                 f" ranks, and {name} is the same on all of them, so that they would select different parts of it:"

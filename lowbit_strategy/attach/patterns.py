@@ -9,7 +9,8 @@ from torch import nn
 
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.inform import listed
-from lowbit_strategy.methods._base.compressor import Compressor, Selector, matching
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.selectors import Selector, matching
 from lowbit_strategy.model.parameters import named_parameters
 
 _SELECTOR_FIELDS = ("exempt", "high_precision")

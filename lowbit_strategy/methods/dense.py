@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 from lowbit_strategy.codecs.base import DenseCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import Compressor, Selector
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.selectors import Selector
 from lowbit_strategy.options.configuration import configuration
 
 

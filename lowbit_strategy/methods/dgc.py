@@ -17,11 +17,12 @@ from lowbit_strategy.collectives.layout import ParamView, TensorSpec
 from lowbit_strategy.collectives.sparse_layout import Chosen
 from lowbit_strategy.kernels.select import TINY, Sum, largest_threshold, top_k
 from lowbit_strategy.methods._base.codec_pair import CodecPair
-from lowbit_strategy.methods._base.compressor import Assignment, matching
+from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.momentum import MomentumCodec
 from lowbit_strategy.methods._base.positions import CommonPositions, OwnPositions, check_density
 from lowbit_strategy.methods._base.reducer import Reducer, ReducerState
+from lowbit_strategy.methods._base.selectors import matching
 from lowbit_strategy.methods._base.sparse_residuals import Condition, add_at_once_, conditions, pending_sums
 from lowbit_strategy.options.configuration import configuration
 

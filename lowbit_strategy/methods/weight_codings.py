@@ -16,7 +16,8 @@ from lowbit_strategy.codecs.base import Codec
 from lowbit_strategy.codecs.block import BlockCodec
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.methods._base.compressor import Compressor, Selector, matching, validate_selectors
+from lowbit_strategy.methods._base.compressor import Compressor
+from lowbit_strategy.methods._base.selectors import Selector, matching, validate_selectors
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.registry import register_other_names
 from lowbit_strategy.options.configuration import configuration

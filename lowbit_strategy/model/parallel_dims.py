@@ -41,3 +41,8 @@ def mesh_of(param: nn.Parameter) -> DeviceMesh | None:
     """The mesh of a parameter. DDP with ``device_mesh=`` keeps its local part, and its distribution separately."""
     spec: Any = param if isinstance(param, DTensor) else getattr(param, "_st_info", None)
     return None if spec is None else spec.device_mesh
+
+
+def global_shape(param: nn.Parameter) -> torch.Size:
+    """The shape of a parameter, of which the ranks of its mesh hold parts."""
+    return getattr(param, "_st_info", param).shape

@@ -6,11 +6,9 @@ exchanges. A `Reducer` does its own communication, as sparse, low-rank and whole
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -20,19 +18,10 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.methods._base.reducer import Reducer
+from lowbit_strategy.methods._base.selectors import Selector, matching, reason_of, validate_selectors
 from lowbit_strategy.options.configuration import configuration
-from lowbit_strategy.options.conversion import did_you_mean
 
 AssignmentKind = Literal["compressed", "high_precision", "exempt"]
-Selector = str | Callable[[TensorSpec], bool]
-
-SMALL_NUMEL = 1024  # below this a tensor's scales and padding cost more than they save
-_PREDICATES = {
-    "@vector": "1-D or scalar",
-    "@small": f"fewer than {SMALL_NUMEL} elements",
-    "@embedding": "embedding",
-    "@head": "output head",
-}
 DENSE = CodecPair(DenseCodec("float32"))  # for exempt tensors: float32 in the shared messages
 
 # Stands for a model's parameters before they are known. It is big enough that headers and padding do not matter, and a
@@ -40,50 +29,20 @@ DENSE = CodecPair(DenseCodec("float32"))  # for exempt tensors: float32 in the s
 REFERENCE = TensorSpec("reference.weight", (1024, 1024))
 
 
-def validate_selectors(field: str, selectors: Sequence[Selector]) -> None:
-    """Raise a ValueError if a selector looks like a predicate but is not one."""
-    for selector in selectors:
-        if isinstance(selector, str) and selector.startswith("@") and selector not in _PREDICATES:
-            hint = did_you_mean(selector, _PREDICATES)
-            raise ValueError(f"{field}: unknown predicate {selector!r}, known: {', '.join(_PREDICATES)}{hint}")
-
-
-def matching(selectors: Sequence[Selector], spec: TensorSpec) -> Selector | None:
-    """The first selector that matches `spec`: a predicate, a name with wildcards or a function."""
-    holds = {
-        "@vector": len(spec.shape) < 2,
-        "@small": math.prod(spec.shape) < SMALL_NUMEL,
-        "@embedding": spec.role == "embedding",
-        "@head": spec.role == "head",
-    }
-    for selector in selectors:
-        if callable(selector):
-            chosen = bool(selector(spec))
-        else:
-            chosen = holds[selector] if selector in holds else fnmatchcase(spec.name, selector)
-        if chosen:
-            return selector
-    return None
-
-
-def describe(selector: Selector) -> str:
-    """The reason for which a selector chose a parameter, for reports."""
-    if callable(selector):
-        return getattr(selector, "label", None) or f"function {getattr(selector, '__name__', 'given')}"
-    return _PREDICATES.get(selector) or f"name matches {selector}"
-
-
 class Assignment(NamedTuple):
-    """The method of one parameter, and the reason."""
+    """The method of one parameter, and the reason. `of_part`: it differs from that of the whole parameter, because one
+    rank's part is too small.
+    """
 
     method: Method
     kind: AssignmentKind
     reason: str
+    of_part: bool = False
 
     @property
     def is_exact(self) -> bool:
         """Whether the whole parameter is sent as float32; the same for all of its parts."""
-        return self.method == DENSE and self.reason != _SMALL_PART
+        return self.method == DENSE and not self.of_part
 
 
 @configuration
@@ -157,7 +116,7 @@ class Compressor(ABC):
     def exempted(self, spec: TensorSpec) -> Assignment | None:
         """The dense method, for an exempt parameter."""
         selector = matching(self.exempt, spec)
-        return None if selector is None else Assignment(DENSE, "exempt", describe(selector))
+        return None if selector is None else Assignment(DENSE, "exempt", reason_of(selector))
 
     def assign(self, spec: TensorSpec) -> Assignment:
         return self.exempted(spec) or Assignment(self.method(spec), "compressed", self.name)
@@ -187,7 +146,7 @@ class TwoPrecisionCompressor(Compressor):
         selector = matching(self.high_precision, spec)
         if selector is None or self.exempted(spec) is not None:
             return super().assign(spec)
-        return Assignment(self.high_precision_method(spec), "high_precision", describe(selector))
+        return Assignment(self.high_precision_method(spec), "high_precision", reason_of(selector))
 
 
 @configuration
@@ -212,7 +171,4 @@ def assignment_for_part(assignment: Assignment, spec: TensorSpec) -> Assignment:
     """The assignment of a part, given that of its whole parameter."""
     if spec.whole_shape is None or assignment.method.serves(spec):
         return assignment
-    return Assignment(DENSE, "exempt", _SMALL_PART)
-
-
-_SMALL_PART = "the part that one rank reduces is too small"
+    return Assignment(DENSE, "exempt", "the part that one rank reduces is too small", of_part=True)

@@ -8,15 +8,9 @@ from dataclasses import field, replace
 from typing import ClassVar
 
 from lowbit_strategy.collectives.layout import TensorSpec
-from lowbit_strategy.methods._base.compressor import (
-    Assignment,
-    Compressor,
-    Selector,
-    describe,
-    matching,
-    validate_selectors,
-)
+from lowbit_strategy.methods._base.compressor import Assignment, Compressor
 from lowbit_strategy.methods._base.method import Method
+from lowbit_strategy.methods._base.selectors import Selector, matching, reason_of, validate_selectors
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.options.checks import check_positive
@@ -100,7 +94,7 @@ class Partition(Composed):
         for selector, compressor in self.rules:
             if matching([selector], spec) is not None:
                 inner = compressor.assign(spec)
-                return inner._replace(reason=f"{inner.reason}; {describe(selector)}")
+                return inner._replace(reason=f"{inner.reason}; {reason_of(selector)}")
         return self.default.assign(spec)
 
     def check(self, specs: Sequence[TensorSpec]) -> None:
