@@ -95,8 +95,10 @@ class CarryOver(TransactionListener):
     def taken_back(self, names: Collection[str]) -> Iterator[None]:
         added, waiting = self._added, self.waiting
         self.waiting = waiting | {name: added[name] for name in names if name in added}
-        yield
-        self.waiting = waiting
+        try:
+            yield
+        finally:
+            self.waiting = waiting
 
     def rescale_(self, factor: float, names: Iterable[str] | None = None) -> None:
         """None: of all parameters."""

@@ -136,12 +136,14 @@ class Transactions:
         """A context in which the state is as before all open reductions, since a checkpoint lacks their gradients."""
         after = {name: {key: x.clone() for key, x in self._state.tensors(name).items()} for name in self.open}
         self._restore(after)
-        with ExitStack() as others:
-            for listener in self._listeners:
-                others.enter_context(listener.taken_back(after))
-            yield
-        for name, tensors in after.items():
-            copy_(self._state.tensors(name), tensors)
+        try:
+            with ExitStack() as others:
+                for listener in self._listeners:
+                    others.enter_context(listener.taken_back(after))
+                yield
+        finally:
+            for name, tensors in after.items():
+                copy_(self._state.tensors(name), tensors)
 
     def withdraw(self, names: Iterable[str]) -> None:
         """Withdraw the reductions of these parameters: no rank had a gradient, so only zeros were reduced.

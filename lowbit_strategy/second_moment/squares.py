@@ -254,8 +254,10 @@ class SecondMoment(Correction, BucketObserver, StepListener):
         known = self._known
         before = {name: self._kept[name] for name in names if name in self._kept}
         self._known = {name: each for name, each in known.items() if name not in names} | before
-        yield
-        self._known = known
+        try:
+            yield
+        finally:
+            self._known = known
 
     def forget(self) -> None:
         """Start over: until squares have been exchanged, the optimizer's second moment is used."""

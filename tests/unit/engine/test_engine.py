@@ -145,6 +145,21 @@ def test_an_overflow_puts_everything_back_and_is_not_counted() -> None:
     assert sync.step_index == 2  # the flag is down again
 
 
+def test_a_save_that_failed_leaves_open_reductions_as_they_were() -> None:
+    """A loop may catch the error and step on the gradients."""
+    sync = engine(EXACT)
+    reduce_step(sync, gradients(0))
+    sync.state.carryover.add("bias", torch.ones(37))
+    reduce_step(sync, gradients(1), end=False)
+    residual = sync.state.residual(W0)
+    with pytest.raises(MemoryError), sync.taken_back():
+        assert sync.state.carryover.get("bias") is not None
+        assert not torch.equal(sync.state.residual(W0), residual)
+        raise MemoryError
+    assert torch.equal(sync.state.residual(W0), residual)
+    assert sync.state.carryover.get("bias") is None
+
+
 def test_residuals_follow_the_loss_scale() -> None:
     plain, scaled = engine(EXACT), engine(EXACT)
     for step, scale in enumerate((4.0, 4.0, 16.0, 2.0)):
