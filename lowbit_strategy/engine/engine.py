@@ -113,7 +113,7 @@ class GradientSync:
         self.notes: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_KEPT_NOTES)
         self._buckets: dict[BucketLayout, Bucket] = {}
         self._begun = False
-        self._entered: set[BucketLayout] = set()  # buckets reduced in the current backward pass
+        self._entered: set[BucketLayout | str] = set()  # buckets and parameters reduced in the current backward pass
         self._num_passes = 0  # in this step, including the current one
         self._step = StepContext(0, 0, 0)  # the current backward pass
         self._observers: list[BucketObserver] = []
@@ -327,7 +327,10 @@ class GradientSync:
                 " Lightning's manual optimization call self.manual_backward(loss), in Fabric fabric.backward(loss), in"
                 " Accelerate accelerator.backward(loss), instead of loss.backward()"
             )
-        if not self._entered or layout in self._entered:  # repeated: another backward pass of the same step
+        context = self._contexts[(ranks or self.ranks).peers]
+        self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(context, layout)
+        content: set[BucketLayout | str] = {layout, *bucket.names}
+        if not self._entered or not self._entered.isdisjoint(content):  # repeated: another backward pass of the step
             self._entered.clear()
             self._num_passes += 1
             if self._num_passes > 1:
@@ -335,9 +338,7 @@ class GradientSync:
             self.buffers.reclaim()
         if self._collector is not None:
             self._collector.announce(first=not self._entered, last=layout.last)
-        self._entered.add(layout)
-        context = self._contexts[(ranks or self.ranks).peers]
-        self._buckets[layout] = bucket = self._buckets.get(layout) or Bucket(context, layout)
+        self._entered |= content
         bucket.last_step = self.step_index
         stages = bucket.run(x, out, self._step, self._observers, marks)
         if kept := self.transactions.to_keep(bucket.ordered_names):

@@ -36,3 +36,9 @@ def batch(step: int) -> Tensor:
 
 def local_values(params: Any) -> list[Tensor]:
     return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in params]
+
+
+@torch.no_grad()
+def load_local(params: Any, values: list[Tensor]) -> None:
+    for p, value in zip(params, values, strict=True):
+        (p.to_local() if hasattr(p, "to_local") else p).copy_(value)

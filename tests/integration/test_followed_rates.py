@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, compress, prepare
 from testing.processes.scenarios import Facts, all_but, scenarios
-from testing.training.plain import COMPRESSORS, batch, local_values, wrap
+from testing.training.plain import COMPRESSORS, batch, load_local, local_values, wrap
 from testing.training.regression import ByStep, Kind, loader, mlp, strategy, trainer
 
 SCHEDULES = {  # of two parameter groups, over 10 steps; the first begins at zero
@@ -32,9 +32,7 @@ def trained(folder: Path, kind: str, method: str) -> Facts:
         optimizer = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
         session = compress(model, optimizer, COMPRESSORS[method], **options)
         if first:
-            with torch.no_grad():
-                for param, saved in zip(params, torch.load(folder / f"{dist.get_rank()}.pt"), strict=True):
-                    (param.to_local() if hasattr(param, "to_local") else param).copy_(saved)
+            load_local(params, torch.load(folder / f"{dist.get_rank()}.pt"))
             session.load(folder / "saved", torch.load(folder / "stamp.pt"))
             session.resume()
         for step in range(first, last):

@@ -12,13 +12,15 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lowbit_strategy import LoCo
+from lowbit_strategy import QSGD, LoCo
 from lowbit_strategy.accelerate import checkpoint_folder
 from lowbit_strategy.checkpoint import residual_files
+from lowbit_strategy.custom_loop import compress
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
 from testing.training.comparing import fingerprint
-from testing.training.regression import KINDS, ByStep, Kind, Regression, fit, loader, strategy, trainer
+from testing.training.plain import batch, load_local, local_values, wrap
+from testing.training.regression import KINDS, ByStep, Kind, Regression, fit, loader, mlp, strategy, trainer
 
 
 def _files(folder: Path) -> list[str]:
@@ -63,6 +65,38 @@ def test_resume_is_as_if_never_stopped(facts: list[Facts]) -> None:
         assert rank["without"][0] == rank["resumed"][0]  # the same parameters
         assert rank["without"] != rank["resumed"]  # residuals matter
         assert rank["steps"] == rank["steps without"] == 9
+
+
+def reduced_twice(folder: Path, kind: Kind) -> Facts:
+    """Both micro-batches of a step are reduced, and rounded at random; DDP changes its buckets after the first one."""
+    saved: Any = None
+    trained = []
+    for steps in (range(6), range(3, 6)):
+        torch.manual_seed(0)
+        model = wrap(kind, mlp())
+        if saved is not None:
+            load_local(model.parameters(), saved[1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        session = compress(model, optimizer, QSGD(bits=2, exempt=()))
+        if saved is not None:
+            session.load(folder / "3.ckpt", saved[0])
+        for step in steps:
+            if step == 3 and saved is None:
+                with session.save(folder / "3.ckpt") as stamp:
+                    saved = stamp, local_values(model.parameters())
+            for number in range(2):
+                model(batch(2 * step + number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(local_values(model.parameters()))
+        session.close()
+    return {"same": all(map(torch.equal, *trained))}
+
+
+@scenarios(reduced_twice, kind=KINDS)
+def test_resume_where_each_micro_batch_is_reduced(facts: list[Facts]) -> None:
+    for rank in facts:
+        assert rank["same"]
 
 
 def top_k(folder: Path, kind: Kind) -> Facts:

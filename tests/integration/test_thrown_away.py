@@ -17,7 +17,7 @@ from lowbit_strategy.checkpoint.capture import capture
 from lowbit_strategy.custom_loop import compress
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, scenarios
-from testing.training.plain import COMPRESSORS, batch, local_values, wrap
+from testing.training.plain import COMPRESSORS, batch, load_local, local_values, wrap
 from testing.training.regression import BATCH, OUTPUTS, WIDTH, Regression, loader, mlp, strategy, trainer
 
 ALL = {name: preset for name, preset in PRESETS.items() if name not in ("auto",)}
@@ -430,9 +430,7 @@ def resumed(folder: Path, kind: str, method: str) -> Facts:
         optimizers = [torch.optim.SGD(part, lr=0.1) for part in (params[:2], params[2:])]
         session = compress(model, optimizers, (COMPRESSORS | ALL)[method])
         if first:
-            with torch.no_grad():
-                for param, saved in zip(params, torch.load(folder / f"{dist.get_rank()}.pt"), strict=True):
-                    (param.to_local() if hasattr(param, "to_local") else param).copy_(saved)
+            load_local(params, torch.load(folder / f"{dist.get_rank()}.pt"))
             session.load(folder / "saved", torch.load(folder / "stamp.pt"))
             session.resume()
         for step in range(first, last):
