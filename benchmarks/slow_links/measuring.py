@@ -76,8 +76,8 @@ class InsideHost(LowBitFSDPStrategy):
     def __init__(self) -> None:
         super().__init__("loco", shard_size="node", check_digest=False)
 
-    def on_attached(self, session: Any) -> None:
-        super().on_attached(session)
+    def take_over(self, session: Any) -> None:
+        super().take_over(session)
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(lambda reduced: None)

@@ -367,10 +367,8 @@ class Session:
         """Continue with the state of an earlier session of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
         saved, kept = capture.capture(earlier.sync), earlier.sync.rank_state
-        of_optimizers: tuple[object, ...] = (
-            earlier.pace,
-            earlier.sync.transactions.follower,
-        )  # other objects now follow the steps
+        # other objects now follow the steps
+        of_optimizers: tuple[object, ...] = (earlier.pace, earlier.sync.transactions.follower)
         saved["own"] = {name: each for name, each in saved["own"].items() if kept[name] not in of_optimizers}
         if capture.keep_fitting(self.sync, saved):
             self.pace.adopt(earlier.pace)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -38,17 +37,17 @@ _SAME_ON_ALL_RANKS = (
 
 
 class SessionStrategy(LowBitStrategy, ParallelStrategy):
-    """A strategy with a `Session`. Subclasses attach compression in their set-up and call `on_attached`."""
+    """A strategy with a `Session`. Subclasses attach compression in their set-up and call `take_over`."""
 
     session: Session | None = None
-    on_sync: tuple[Callable[[GradientSync], None], ...] = ()  # callbacks that wait for the next fit's engine
     _session_module: Any = None
     _in_fit = False  # whether the session belongs to the current fit
     _has_resumed = False  # since the session was attached or a checkpoint was loaded into it
-    _resume: tuple[Any, Stamp | None] | None = None
+    _waiting_calls: tuple[Callable[[GradientSync], None], ...] = ()  # for the coming fit's engine
+    _waiting_checkpoint: tuple[Any, Stamp | None] | None = None  # for the coming fit's session
     _signals: DeferredSignals | None = None
     _validates: contextlib.ExitStack | None = None  # set while the model has the weights that ranks share
-    _rounds: Any = None  # the local steps' adapter, in rounds
+    _rounds_adapter: Any = None  # the local steps' adapter, in rounds
 
     @property
     def sync(self) -> GradientSync | None:
@@ -56,46 +55,46 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
         return self.session.sync if self.session is not None else None
 
     @property
-    def fitted_trainer(self) -> Any:
+    def _trainer(self) -> Any:
         """The Trainer of this strategy; None until it has a module."""
         return self.lightning_module.trainer if self.lightning_module is not None else None
 
-    def on_attached(self, session: Session) -> None:
+    def call_with_engine(self, call: Callable[[GradientSync], None]) -> None:
+        """Call `call` with the coming fit's engine as soon as there is one, before a checkpoint is loaded."""
+        self._waiting_calls = (*self._waiting_calls, call)
+
+    def take_over(self, session: Session) -> None:
         """Take over a new session: give it the state of an earlier fit or of a waiting checkpoint."""
-        module, trainer = self.lightning_module, self.fitted_trainer
+        module, trainer = self.lightning_module, self._trainer
         handshake({f"Trainer({name}=...)": repr(getattr(trainer, name, None)) for name in _SAME_ON_ALL_RANKS})
-        waiting, self.on_sync = self.on_sync, ()
-        for callback in waiting:  # first, so that the callbacks' state is restored with the rest
-            callback(session.sync)
+        calls, self._waiting_calls = self._waiting_calls, ()
+        for call in calls:  # first, so that the state of what they add is restored with the rest
+            call(session.sync)
         if self.session is not None:
             if self._session_module is module:
                 session.adopt(self.session)
             self.session.close()
         self.session, self._session_module, self._in_fit = session, module, True
         self._has_resumed = False
-        self._rounds = None if session.sync.ranks.alone else self.options.adapter("lightning")
+        self._rounds_adapter = None if session.sync.ranks.alone else self.options.adapter("lightning")
         self._load_waiting()
 
     def _load_waiting(self) -> None:
         """Load a checkpoint's residuals as soon as their engine exists."""
-        if self._resume is not None and self.session is not None and self._in_fit:
-            resume, self._resume = self._resume, None
-            self.session.load(*resume)
+        if self._waiting_checkpoint is not None and self.session is not None and self._in_fit:
+            waiting, self._waiting_checkpoint = self._waiting_checkpoint, None
+            self.session.load(*waiting)
             self._has_resumed = False
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self.fitted_trainer
+        trainer = self._trainer
         if trainer is None or self.session is None:
             return
         signals = self._defer_signals(trainer)
         signals.begin()
         self.options.check_optimizers(self.compressor, self.optimizers)
         self.session.clipped(trainer.gradient_clip_val, "gradient_clip_val")
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = functools.partial(
-            signals.agree, type(loop)._broadcast_sigterm_tensor.__get__(loop)
-        )
         self._begin(self.session, trainer, signals)
         for logger in trainer.loggers:
             names = {"lowbit/strategy": type(self).__name__, "lowbit/compressor": describe(self.compressor)}
@@ -131,7 +130,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
     def pre_backward(self, closure_loss: Any) -> None:
         super().pre_backward(closure_loss)
         if self.session is not None:
-            if self._signals is not None and self._rounds is None and self.session.sync.ranks.peers.is_far:
+            if self._signals is not None and self._rounds_adapter is None and self.session.sync.ranks.peers.is_far:
                 self._signals.ask()
             self.session.begin_step(self.loss_scaler, loss=closure_loss.detach())
 
@@ -149,8 +148,10 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
     def _begin(self, session: Session, trainer: Any, signals: DeferredSignals) -> None:
         """Begin a fit, when the checkpoint has been loaded and callbacks are complete."""
         session.bind(lambda: self.optimizers, lambda: self.loss_scaler)
-        if self._rounds is not None:
-            self._rounds.begin(trainer, session, signals)
+        if self._rounds_adapter is None:
+            signals.answer_with(signals.agree)
+        else:
+            self._rounds_adapter.begin(trainer, session, signals)
         self._resume_session(session)
 
     def _resume_session(self, session: Session) -> None:
@@ -165,7 +166,7 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
     def on_validation_start(self) -> None:
         if self.session is not None and self._in_fit:
-            if (trainer := self.fitted_trainer) is not None:
+            if (trainer := self._trainer) is not None:
                 self._defer_signals(trainer)
             self._validates = self._validates or contextlib.ExitStack()
             self._validates.enter_context(self.session.shared_weights())
@@ -178,10 +179,10 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Give each rank its samples if replicas come and go, since the framework does not know all ranks."""
-        dataloader, trainer = super().process_dataloader(dataloader), self.fitted_trainer
+        dataloader, trainer = super().process_dataloader(dataloader), self._trainer
         if trainer is None or trainer.state.stage != "train" or self.session is None or self.session.replica is None:
             return dataloader
-        return self._rounds.with_own_samples(dataloader, trainer)
+        return self._rounds_adapter.with_own_samples(dataloader, trainer)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -210,8 +211,8 @@ class SessionStrategy(LowBitStrategy, ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if (trainer := self.fitted_trainer) is not None and trainer.state.fn == "fit":
-            self._resume = (checkpoint_path, checkpoint.get(CHECKPOINT_KEY))
+        if (trainer := self._trainer) is not None and trainer.state.fn == "fit":
+            self._waiting_checkpoint = (checkpoint_path, checkpoint.get(CHECKPOINT_KEY))
             self._load_waiting()  # a learning rate finder loads in the middle of a fit and removes the file
         return checkpoint
 

@@ -42,15 +42,15 @@ class ControlCallback(Callback, ABC):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
-        listeners = getattr(trainer.strategy, "on_sync", None)
-        if listeners is None:
+        call_with_engine = getattr(trainer.strategy, "call_with_engine", None)
+        if call_with_engine is None:
             raise ValueError(
                 f"{type(self).__name__} needs compressed gradient synchronization, but the strategy is"
                 f' {type(trainer.strategy).__name__}: use Trainer(strategy="loco_ddp"), "loco_fsdp" or another of'
                 " lowbit_strategy"
             )
         self._trainer = trainer
-        trainer.strategy.on_sync = (*listeners, self._attach)
+        call_with_engine(self._attach)
 
     def _attach(self, sync: GradientSync) -> None:
         """Attach to the engine of the coming fit, before a checkpoint is loaded."""

@@ -91,11 +91,13 @@ class DeferredSignals:
             work.wait()
         return list(all_W.tolist())
 
-    def agree(self, stop: Callable[[], None]) -> None:
-        """Run the handlers of signals that any rank had received when asked. Called when a batch starts, on all ranks.
+    def answer_with(self, answer: Callable[[], None]) -> None:
+        """Call `answer` at the start of each batch, where the Trainer asks whether rank 0 has been terminated."""
+        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = answer
 
-        Args:
-            stop: Ends training on all ranks if the Trainer has been terminated.
+    def agree(self) -> None:
+        """Run the handlers of signals that any rank had received when asked, and end training if one of them was
+        SIGTERM. Called when a batch starts, on all ranks.
         """
         self.ask()
         received = self.finish()
@@ -103,7 +105,8 @@ class DeferredSignals:
             self.run(REQUEUE)
         if any(each & TERMINATE for each in received):
             self.run(TERMINATE)
-            stop()
+            loop = self.trainer.fit_loop.epoch_loop
+            type(loop)._broadcast_sigterm_tensor(loop)
 
     def run(self, bit: int, *, own_only: bool = False) -> None:
         """Run the Trainer's handlers on every rank, and other handlers only where the signal arrived."""

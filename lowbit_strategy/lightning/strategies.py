@@ -51,7 +51,7 @@ class LowBitDDPStrategy(SessionStrategy, DDPConstructor, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Do nothing: stock Lightning would register hooks here, but only on CUDA, and ours work on CPU too."""
         assert isinstance(self.model, DistributedDataParallel)
-        self.on_attached(self._attached(attach_ddp, self.model, self._prepared))
+        self.take_over(self._attached(attach_ddp, self.model, self._prepared))
 
     def serve_unfrozen(self, session: Session) -> None:
         """Wrap the module again, because DDP synchronizes only what was trainable when it wrapped the module; with
@@ -119,7 +119,7 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
         self.shard(self.model, self.device_mesh, self.precision_plugin, by_child=manual)
         self.barrier()
         if fitting:
-            self.on_attached(self._attached(attach_fsdp, self.model, prepared))
+            self.take_over(self._attached(attach_fsdp, self.model, prepared))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -127,7 +127,7 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self.fitted_trainer
+        trainer = self._trainer
         if self.model is None or trainer is None or self.global_rank > 0:
             return
         if sentence := cost_of_accumulation(self.model, trainer.accumulate_grad_batches, self.accumulate):

@@ -29,7 +29,7 @@ def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
     """
     loop = trainer.fit_loop
     loop.on_run_end = partial(_finish, session, type(loop).on_run_end.__get__(loop))
-    loop.epoch_loop._broadcast_sigterm_tensor = partial(_answer_signals, trainer, session, signals)
+    signals.answer_with(partial(_answer_signals, trainer, session, signals))
     for callback in filter(averages_weights, trainer.callbacks):
         for moment in _MOMENTS:
             original = getattr(type(callback), moment).__get__(callback)
