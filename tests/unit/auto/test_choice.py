@@ -13,7 +13,7 @@ OWN = Timed("own", (1.0, 1.01, 0.99, 1.02, 1.0))
 
 
 @pytest.mark.parametrize("quality", ["same", "close"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "hsdp"])
 def test_a_trial_takes_at_most_twenty_steps(wrapper: Wrapper, quality: str) -> None:
     tried = candidates(Auto(quality=quality), wrapper, None)  # type: ignore[arg-type]
     one_emptying, timed = 1, num_timed(len(tried))
