@@ -75,7 +75,7 @@ class Session:
         self.module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.has_loaded = False
-        self._warned, self._num_passes = False, 0  # backward passes that reduced since an optimizer stepped
+        self._warned, self._num_passes = False, 0  # backward passes since an optimizer stepped, if any has reduced
         self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._closed: Callable[[], None] | None = None  # finishes a step that this rank has ended
@@ -171,9 +171,10 @@ class Session:
 
     def begin_reducing(self, scaler: Any = None) -> None:
         """Step 4 of `begin_step`, which ranks perform together, at the latest when DDP has a pass's first gradients."""
-        self._num_passes += 1
-        if self._num_passes == MANY_PASSES:
-            self._warn(NO_STEP_HAS_ENDED)
+        if self.is_in_rounds or self.is_baseline or self.sync.in_step:  # frameworks call this for all their models
+            self._num_passes += 1
+            if self._num_passes == MANY_PASSES:
+                self._warn(NO_STEP_HAS_ENDED)
         if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
             return
         self.sync.begin_step(self._scale.of_step(scaler, begins=not self.sync.has_begun))

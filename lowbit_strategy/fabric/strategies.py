@@ -28,11 +28,14 @@ from .stock import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 class SessionsStrategy(LowBitStrategy, ParallelStrategy):
     """A strategy with one `Session` for each model that is set up."""
 
-    sessions: list[Session]
-
     def on_configured(self) -> None:
-        self.sessions = []
+        self._sessions: list[Session] = []
         self._optimizers: list[weakref.ref[Any]] = []
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The open sessions; others have closed with their DDP wrappers."""
+        return [each for each in self._sessions if not each.is_closed]
 
     def attach(self, session: Session) -> None:
         """Take over a new session, which replaces an earlier one of the same module."""
@@ -40,15 +43,14 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
             lambda: [optimizer for each in self._optimizers if (optimizer := each()) is not None],
             lambda: self.loss_scaler,
         )
-        for index, earlier in enumerate(self.sessions):
+        for index, earlier in enumerate(self._sessions):
             if earlier.module is session.module:
                 session.adopt(earlier)
                 session.resume()
                 earlier.close()
-                self.sessions[index] = session
+                self._sessions[index] = session
                 return
-        open_ones = [each for each in self.sessions if not each.is_closed]  # others close with their DDP wrappers
-        self.sessions = [*open_ones, session]
+        self._sessions = [*self.sessions, session]
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:

@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowbit_strategy import LoCo, TopK
+from lowbit_strategy.attach.mistakes import MANY_PASSES
 from lowbit_strategy.fabric import LowBitDDPStrategy, LowBitFSDPStrategy
+from lowbit_strategy.fabric.adapt import engine_of
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
@@ -238,10 +240,35 @@ def one_after_another(folder: Path) -> Facts:
     return {"counts": counts}
 
 
+def one_of_two(folder: Path) -> Facts:
+    """Only the second of two models is trained, then it remains alone."""
+    made = fabric("ddp")
+    pairs = [setup(made, mlp()) for _ in range(2)]
+    with listen() as logged:
+        for _ in range(MANY_PASSES // 8 + 1):
+            train(made, *pairs[1], batches(made.global_rank))
+    del pairs[0]
+    gc.collect()
+    sync = engine_of(made)
+    made.save(folder / "ckpt", {"model": pairs[0][0].state_dict()})
+    return {
+        "warned": [line for line in logged if "no step has ended" in line],
+        "steps": sync.step_index,
+        "folders": [path.name for path in folder.glob("*.lowbit/*") if path.is_dir()],
+    }
+
+
+@scenarios(one_of_two)
+def test_a_model_that_is_not_trained_or_gone_does_not_matter(facts: list[Facts]) -> None:
+    assert facts[0]["warned"] == []
+    assert facts[0]["steps"] == 8 * (MANY_PASSES // 8 + 1)
+    assert facts[0]["folders"] == []  # the residuals are the first model's
+
+
 @scenarios(one_after_another)
 def test_a_deleted_model_goes_when_the_next_one_is_set_up(facts: list[Facts]) -> None:
     for rank in facts:
-        assert rank["counts"] == [(1, 1)] * 3
+        assert rank["counts"] == [(1, 0)] * 3
 
 
 def loaded_after_validation(folder: Path) -> Facts:
