@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.checkpoint.capture import Saved, capture
+from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.control import Controller, Decision, Progress, Telemetry
 from lowbit_strategy.methods.dense import Dense
@@ -69,19 +70,19 @@ def run(
 def check_stop_and_resume(controller: Controller, *, sharded: bool, stop: int, num_steps: int = 12) -> None:
     """On real gradients, with a driver: a run that is saved after `stop` steps goes on as one that never stopped."""
 
-    def run(steps: range, saved: capture.Saved | None = None) -> tuple[list[object], capture.Saved]:
+    def run(steps: range, saved: Saved | None = None) -> tuple[list[object], Saved]:
         ticks = iter(range(len(steps) + 1))
         sync = engine(Dense(), sharded=sharded, seed=5)
         driver = AdaptiveDriver(controller, timer=lambda: float(next(ticks)))
         driver.attach(sync)
         if saved is not None:
-            capture.restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+            restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
             sync.listeners.end_step(counted=False)  # the timer's first tick, as the step before would have made
         history: list[object] = []
         for step in steps:
             means = reduce_step(sync, gradients(step, scale=1.0 if step < 6 else 0.2))
             history.append((step, dict(driver.levels), driver.accumulation, {k: v.tolist() for k, v in means.items()}))
-        return history, capture.capture(sync)
+        return history, capture(sync)
 
     whole, _ = run(range(num_steps))
     first, saved = run(range(stop))

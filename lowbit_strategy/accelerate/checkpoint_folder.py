@@ -16,8 +16,7 @@ from typing import Any
 
 from lowbit_strategy.attach.session import Session
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.all_ranks import Stamp
-from lowbit_strategy.checkpoint.residual_files import MissingResidualFile, ResidualFileError
+from lowbit_strategy.checkpoint.residual_files import MissingResidualFile, ResidualFileError, Stamp
 
 _log = logging.getLogger("lowbit_strategy")
 

@@ -28,9 +28,11 @@ from lowbit_strategy.attach.mistakes import (
 from lowbit_strategy.attach.optimizer_hook import shares_parameters, stop_watching, watch_optimizers
 from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.attach.sync_options import SyncOptions
-from lowbit_strategy.checkpoint import capture
-from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, Stamp, agree_on_stamp, resume
-from lowbit_strategy.checkpoint.residual_files import ResidualFileError
+from lowbit_strategy.checkpoint.agreement import agree_on_stamp
+from lowbit_strategy.checkpoint.capture import capture
+from lowbit_strategy.checkpoint.residual_files import ResidualFileError, Stamp
+from lowbit_strategy.checkpoint.restoring import keep_fitting, restore, restore_on_all_ranks
+from lowbit_strategy.checkpoint.saver import ResidualSaver
 from lowbit_strategy.engine.backward_pass import in_backward
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
@@ -296,17 +298,16 @@ class Session:
             control.begun = False
         if self.sync.weights is not None:
             self.sync.weights.forget()
-        stamp_or_warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.group)
-        if isinstance(stamp_or_warning, str):
-            self._warn(f"{stamp_or_warning}; continuing with residuals of zero on all ranks")
+        stamp, warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.group)
+        if warning is not None:
+            self._warn(f"{warning}; continuing with residuals of zero on all ranks")
             self.sync.forget()
             return
-        stamp = stamp_or_warning
         if stamp is None:
             self._warn(f"{path} was saved without compression: residuals start from zero")
             return
         self.sync.extend(self.frozen.describe(stamp["parameters"]))
-        resume(
+        restore_on_all_ranks(
             self.sync,
             path,
             stamp,
@@ -367,13 +368,13 @@ class Session:
     def adopt(self, earlier: Session) -> None:
         """Continue with the state of an earlier session of the same model (a second fit), which may have changed."""
         self.sync.extend(self.frozen.describe(earlier.sync.specs))
-        saved, kept = capture.capture(earlier.sync), earlier.sync.rank_state
+        saved, kept = capture(earlier.sync), earlier.sync.rank_state
         # other objects now follow the steps
         of_optimizers: tuple[object, ...] = (earlier.pace, earlier.sync.transactions.follower)
         saved["own"] = {name: each for name, each in saved["own"].items() if kept[name] not in of_optimizers}
-        if capture.keep_fitting(self.sync, saved):
+        if keep_fitting(self.sync, saved):
             self.pace.adopt(earlier.pace)
-        capture.restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+        restore(self.sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
         self.pace.after_load()
 
     def extend(self, model: DistributedDataParallel | None = None) -> None:

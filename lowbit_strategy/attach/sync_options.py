@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from lowbit_strategy import leaves
 from lowbit_strategy.attach.part import Part, made_parts
 from lowbit_strategy.attach.round_rule import RoundRule
-from lowbit_strategy.checkpoint.all_ranks import OnMissingResidual
-from lowbit_strategy.checkpoint.capture import OnWorldSizeChange
+from lowbit_strategy.checkpoint.agreement import OnMissingResidual
+from lowbit_strategy.checkpoint.restoring import OnWorldSizeChange
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.methods.weight_codings import WeightCoding

@@ -4,6 +4,14 @@ Each rank that saves writes one file. Its name identifies the save and contains 
 checkpoint's stamp identifies the save too, without the checksum, so that no rank needs to know the others' files before
 loading. Two different files never share a name: files of a new checkpoint are written before it, and those of a
 replaced checkpoint are removed after it. Damaged or swapped files are refused.
+
+A stamp is plain data for JSON or any framework's file, the same on all ranks:
+
+| key | what |
+|---|---|
+| `run`, `step_index`, `num_skipped` | the `Moment` when it was saved |
+| `world_size` | of the run that saved |
+| `parameters` | names of all parameters with residuals |
 """
 
 from __future__ import annotations
@@ -23,6 +31,8 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.utils._pytree import tree_flatten_with_path
 
 from lowbit_strategy.checkpoint.capture import FORMAT, Saved
+
+Stamp = dict[str, Any]
 
 SUFFIX = ".lowbit"
 ADVICE = (
@@ -85,6 +95,12 @@ class ResidualFile(NamedTuple):
         """The file to which `saved` belongs."""
         moment = Moment(saved["run"], saved["step_index"], saved["num_skipped"])
         return cls(moment, saved["rank"], saved["world_size"])
+
+    @classmethod
+    def of_stamp(cls, stamp: Stamp, rank: int) -> ResidualFile:
+        """The file of the rank `rank` of the run that saved."""
+        moment = Moment(stamp["run"], stamp["step_index"], stamp["num_skipped"])
+        return cls(moment, rank, stamp["world_size"])
 
 
 def sidecar_folder(checkpoint_path: Any) -> str:

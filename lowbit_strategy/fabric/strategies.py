@@ -19,7 +19,7 @@ from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.all_ranks import Stamp
+from lowbit_strategy.checkpoint.residual_files import Stamp
 from lowbit_strategy.model.sharded import reshard
 
 from .stock import DDPStrategy, ModelParallelStrategy, ParallelStrategy

@@ -14,8 +14,8 @@ from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.attach.constructors import LowBitStrategy
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.all_ranks import Stamp
 from lowbit_strategy.checkpoint.capture import check_last_step
+from lowbit_strategy.checkpoint.residual_files import Stamp
 from lowbit_strategy.control.base import describe
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.model.handshake import handshake

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lowbit_strategy.checkpoint.all_ranks import ResidualSaver, resume
+from lowbit_strategy.checkpoint.restoring import restore_on_all_ranks
+from lowbit_strategy.checkpoint.saver import ResidualSaver
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.codec_pair import CodecPair
 from lowbit_strategy.methods.loco import LoCo
@@ -94,7 +95,7 @@ def collect_resume(harness: InvariantHarness) -> Evidence:
     sync = harness.sync()
     straight = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(4)] + _state(sync)
     sync = harness.sync()
-    resume(sync, checkpoint, stamp, on_world_size_change="reset", on_missing_residual="error")
+    restore_on_all_ranks(sync, checkpoint, stamp, on_world_size_change="reset", on_missing_residual="error")
     resumed = [fingerprint(harness.run(sync, harness.grads(step))) for step in range(2, 4)] + _state(sync)
     return {"saving": saving == straight, "resumed": resumed == straight[2:]}
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lowbit_strategy import LoCo
-from lowbit_strategy.checkpoint.capture import capture, restore
+from lowbit_strategy.checkpoint.capture import capture
+from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.collectives.exchange import marks_nbytes
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.node_codes.coding import BlockCoding

@@ -31,7 +31,8 @@ from lowbit_strategy import (
     PostLocalSGD,
     Quadratic,
 )
-from lowbit_strategy.checkpoint.capture import capture, restore
+from lowbit_strategy.checkpoint.capture import capture
+from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.custom_loop import compress
 from lowbit_strategy.lightning import CompressionMonitor, LowBitDDPStrategy
 from testing.log import listen

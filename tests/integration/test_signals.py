@@ -206,7 +206,7 @@ def _is_the_frameworks(text: str, lost: int) -> bool:
 
 def test_only_an_exchange_of_the_frameworks_own_may_be_silent() -> None:
     package = os.path.dirname(lowbit_strategy.__file__)
-    save, ours = ("/lib/accelerate/accelerator.py", "save_state"), (f"{package}/checkpoint/stamp.py", "gather")
+    save, ours = ("/lib/accelerate/accelerator.py", "save_state"), (f"{package}/checkpoint/agreement.py", "gather")
     exchange = ("/lib/torch/distributed/distributed_c10d.py", "broadcast")
 
     def accepted(*frames: tuple[str, str]) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit_strategy.checkpoint.capture import capture, restore
+from lowbit_strategy.checkpoint.capture import capture
+from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.ranks.ranks import Ranks

@@ -12,7 +12,7 @@ import torch
 
 from lowbit_strategy.adaptation import driver as adaptive_driver
 from lowbit_strategy.adaptation.driver import AdaptiveDriver
-from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.checkpoint.capture import capture
 from lowbit_strategy.control import (
     Accordion,
     AccordionBatch,
@@ -265,6 +265,6 @@ def test_state_is_plain() -> None:
     AdaptiveDriver(CONTROLLERS["guard"]).attach(sync)
     reduce_step(sync, gradients(0))
     buffer = io.BytesIO()
-    torch.save(capture.capture(sync), buffer)
+    torch.save(capture(sync), buffer)
     buffer.seek(0)
     assert torch.load(buffer, weights_only=True)["extra"]["adaptive"]["controller"] == "Guard"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy import QSGD, Dense, ErrorFeedback, LoCo, PowerSGD, TopK
-from lowbit_strategy.checkpoint.capture import Saved, capture, restore
+from lowbit_strategy.checkpoint.capture import Saved, capture
+from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync

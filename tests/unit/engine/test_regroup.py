@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.checkpoint.capture import capture
+from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.dense import Dense
 from lowbit_strategy.methods.loco import LoCo
@@ -87,8 +88,8 @@ def test_carryover_is_saved() -> None:
     sync, other = engine(TWO), engine(Dense())
     reduce_step(sync, gradients(0))
     sync.use(Dense())
-    saved = capture.capture(sync)
-    capture.restore(other, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+    saved = capture(sync)
+    restore(other, saved, load_rank=lambda _: saved, on_world_size_change="reset")
     grads = gradients(1)
     means, again = (reduce_step(s, {name: g.clone() for name, g in grads.items()}) for s in (sync, other))
     for name in WEIGHTS:
@@ -101,8 +102,8 @@ def test_resuming_with_another_method_is_as_switching_to_it(following: Compresso
     switched, resumed = engine(FOUR), engine(following)
     for step in range(3):
         reduce_step(switched, gradients(step))
-    saved = capture.capture(switched)
-    capture.restore(resumed, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+    saved = capture(switched)
+    restore(resumed, saved, load_rank=lambda _: saved, on_world_size_change="reset")
     switched.use(following)
     for name in WEIGHTS:
         want = switched.state.residual(name) if following is TWO else switched.state.carryover.get(name)
@@ -132,8 +133,8 @@ def test_a_checkpoint_between_two_phases_continues_as_if_never_stopped() -> None
         reduce_step(straight, gradients(step))
         reduce_step(saved, gradients(step))
     resumed = engine(compressor)
-    state = capture.capture(saved)
-    capture.restore(resumed, state, load_rank=lambda rank: state, on_world_size_change="reset")
+    state = capture(saved)
+    restore(resumed, state, load_rank=lambda rank: state, on_world_size_change="reset")
     for step in range(2, 5):
         want = reduce_step(straight, gradients(step))
         for name, mean in reduce_step(resumed, gradients(step)).items():

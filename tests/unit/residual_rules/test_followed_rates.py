@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_strategy.checkpoint import capture
+from lowbit_strategy.checkpoint.capture import capture
+from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.residuals import read_residual
@@ -101,6 +102,6 @@ def test_only_residuals_follow(name: str) -> None:
 def test_rates_are_saved() -> None:
     sync, other = (following(as_compressor("loco")) for _ in range(2))
     step(sync, 0, 1.0)
-    saved = capture.capture(sync)
-    capture.restore(other, saved, load_rank=lambda _: saved, on_world_size_change="reset")
+    saved = capture(sync)
+    restore(other, saved, load_rank=lambda _: saved, on_world_size_change="reset")
     assert torch.equal(step(sync, 1, 0.3)[1], step(other, 1, 0.3)[1])
