@@ -28,7 +28,7 @@ from lowbit_strategy.adaptation.monitor_options import MonitorOptions
 from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.mistakes import MADE_BEFORE_SHARDING
-from lowbit_strategy.attach.own_checkpoints import notice_own_checkpoints
+from lowbit_strategy.attach.own_checkpoints import OwnCheckpoints
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.attach.sync_options import SyncOptions
@@ -206,7 +206,7 @@ def compress(
     session.ended_by.update(dict.fromkeys(optimizers))
     _begin_with_backward(model, session, scaler)
     session.resume()
-    notice_own_checkpoints(session, optimizers)
+    OwnCheckpoints(session).watch(optimizers)
     return session
 
 

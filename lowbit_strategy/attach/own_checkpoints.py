@@ -19,39 +19,39 @@ _TEXT = (
 _log = logging.getLogger("lowbit_strategy")
 
 
-def notice_own_checkpoints(session: Session, optimizers: Iterable[Optimizer]) -> None:
-    """Warn once when an optimizer steps after its state was read or loaded, and the session did not save or load.
+class OwnCheckpoints:
+    """Warns once when an optimizer steps after its state was read or loaded, and the session did not save or load.
     torch.distributed.checkpoint also reads state before it loads into it; that does not count.
     """
-    weak = weakref.ref(session)
-    read_at: int | None = None
-    has_loaded = has_told = False
 
-    def read(*_: Any) -> None:
-        nonlocal read_at
-        if (current := weak()) is not None:
-            read_at = current.sync.step_index
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._read_at: int | None = None  # the step in which an optimizer's state was read, since its last step
+        self._has_loaded = self._has_told = False
 
-    def load(*_: Any) -> None:
-        nonlocal read_at, has_loaded
-        read_at, has_loaded = None, True
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.register_state_dict_post_hook(self._on_read)
+            optimizer.register_load_state_dict_post_hook(self._on_load)
+            optimizer.register_step_pre_hook(self._on_step)
 
-    def step(optimizer: Optimizer, *_: Any) -> None:
-        nonlocal read_at, has_loaded, has_told
-        current = weak()
-        if current is None or current.is_closed or has_told or not has_rate(optimizer):
+    def _on_read(self, *_: Any) -> None:
+        if (session := self._session()) is not None:
+            self._read_at = session.sync.step_index
+
+    def _on_load(self, *_: Any) -> None:
+        self._read_at, self._has_loaded = None, True
+
+    def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
+        session = self._session()
+        if session is None or session.is_closed or self._has_told or not has_rate(optimizer):
             return
         what: tuple[str, str] | None = None
-        if read_at is not None and current.last_saved != read_at:
+        if self._read_at is not None and session.last_saved != self._read_at:
             what = "read", "with session.save(path) as stamp: around the writing, which puts residuals next to it"
-        elif has_loaded and not current.has_loaded:
+        elif self._has_loaded and not session.has_loaded:
             what = "loaded", "session.load(path, stamp) after it"
-        read_at, has_loaded = None, False
-        if what and current.sync.ranks.logs:
-            has_told = True
+        self._read_at, self._has_loaded = None, False
+        if what and session.sync.ranks.logs:
+            self._has_told = True
             _log.warning(_TEXT, *what)
-
-    for optimizer in optimizers:
-        optimizer.register_state_dict_post_hook(read)
-        optimizer.register_load_state_dict_post_hook(load)
-        optimizer.register_step_pre_hook(step)

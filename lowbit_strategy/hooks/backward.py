@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +26,7 @@ def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
             gradients.
         call: The function to call, in the thread that computes gradients.
     """
-    passes: list[int] = [NO_PASS]
-
-    def once(*_: Any) -> None:
-        current = current_pass()  # a nested pass has a higher number
-        if current > passes[0]:
-            passes[0] = current
-            call()
-
+    once = _OncePerPass(call)
     if isinstance(model, DistributedDataParallel):
         for param in trainable_parameters(model.module).values():
             with torch.inference_mode(False):  # gradients may be off during set-up
@@ -41,15 +35,30 @@ def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
         return
     for each in sharded_groups(model):
         group = each.param_group
-        earlier = vars(group).get("pre_backward")
-        stock = group.pre_backward if earlier is None else getattr(earlier, "stock", earlier)
-        group.pre_backward = _after(once, stock)
+        earlier = vars(group).get("pre_backward", group.pre_backward)
+        group.pre_backward = _PreBackward(once, earlier.stock if isinstance(earlier, _PreBackward) else earlier)
 
 
-def _after(first: Callable[[], None], stock: Callable[..., Any]) -> Callable[..., Any]:
-    def pre_backward(*arguments: Any) -> Any:
-        first()
-        return stock(*arguments)
+class _OncePerPass:
+    """Calls `call` at the first of its own calls in a backward pass."""
 
-    pre_backward.stock = stock  # type: ignore[attr-defined]
-    return pre_backward
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call, self._last_pass = call, NO_PASS
+
+    def __call__(self, *_: Any) -> None:
+        current = current_pass()  # a nested pass has a higher number
+        if current > self._last_pass:
+            self._last_pass = current
+            self._call()
+
+
+@dataclass(slots=True)
+class _PreBackward:
+    """The ``pre_backward`` of one of FSDP2's groups, after `first`."""
+
+    first: Callable[[], None]
+    stock: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.first()
+        return self.stock(*arguments)
