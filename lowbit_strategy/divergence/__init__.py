@@ -1,3 +1,3 @@
-"""``check_digest=``, an optional part: ranks compare what should be the same on all of them."""
+"""``check_digest=``, an optional part: ranks compare values that should be the same on all of them."""
 
 from lowbit_strategy.divergence.comparison import DivergenceError as DivergenceError

@@ -2,7 +2,7 @@
 
 Under DDP all parameters must agree. Buffers need not (BatchNorm's statistics are each rank's own). Under FSDP2 nothing
 can be compared: each element has one owner, whose value the others gather. Under HSDP ranks with the same shards are
-compared, and in rounds what is shared between them.
+compared, and in rounds the shared weights.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _message(step_index: int, differing: Mapping[str, list[int]]) -> str:
     return (
         f"after optimizer step {step_index} the ranks no longer hold the same parameters: {first}{more}"
         f" differ{'' if others else 's'} between {ranks}. Look for code that changes gradients or parameters on some"
-        " ranks only, between backward and the end of the step, and go back to a checkpoint from before. Where ranks"
-        " have processors of different types, which round differently, small differences are expected:"
-        " check_digest=False does not compare. If neither is so, report it"
+        " ranks only, between backward and the end of the step, and go back to an earlier checkpoint. If ranks have"
+        " processors of different types, which round differently, small differences are expected: check_digest=False"
+        " does not compare. Otherwise, please report it"
     )

@@ -31,8 +31,11 @@ _naming_lost_ranks = functools.partial(naming_lost_ranks, None, "asking all rank
 
 
 class DeferredSignals:
-    """Args:
-    trainer: The Trainer whose handlers are called later. They must have been registered, which happens after set-up.
+    """Notes signals, and runs the Trainer's handlers on all ranks together.
+
+    Args:
+        trainer: The Trainer whose handlers are called later. They must have been registered, which happens after
+            set-up.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -44,7 +44,7 @@ class AnchorOptimizer:
         self._optimizer.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by name; tensors are the live ones."""
+        """The state by name; tensors are not copied."""
         return {name: dict(self._optimizer.state.get(tensor, {})) for name, tensor in self._tensors.items()}
 
     def load(self, name: str, kept: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class EagerUpdate:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start again: weights are the anchors, and nothing has been sent yet."""
+        """Restart with the weights equal to the anchors and nothing sent."""
         self._optimizer.restart()
         torch._foreach_zero_(list(self._offsets.values()))
 
@@ -95,9 +95,9 @@ class EagerUpdate:
 
     @contextlib.contextmanager
     def moving_with(self, fragment: Fragment) -> Iterator[None]:
-        """A context in which the anchor moves. What this rank trained since sending continues from the new anchor."""
+        """A context in which the anchor moves. This rank's progress since sending continues from the new anchor."""
         for name, anchor in fragment.anchors.items():
-            self._offsets[name].add_(anchor)  # where its weights started
+            self._offsets[name].add_(anchor)  # the weights' starting point
         yield
         weights = fragment.params
         for name, anchor in fragment.anchors.items():
@@ -106,7 +106,7 @@ class EagerUpdate:
             start.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors are the live ones."""
+        """The state; tensors are not copied."""
         return {"offsets": self._offsets, "optimizer": self._optimizer.state_dict()}
 
     @torch.no_grad()

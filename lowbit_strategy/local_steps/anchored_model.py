@@ -1,4 +1,4 @@
-"""Switches a model's weights and buffers on one rank between its own and those that all ranks share."""
+"""Switches a model's weights and buffers between this rank's own and those that all ranks share."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class AnchoredModel:
 
     @property
     def own_weights(self) -> dict[str, Tensor]:
-        """This rank's weights, also inside `shared`."""
+        """This rank's weights, even inside `shared`."""
         return self.params if self._aside is None else self._aside[0]
 
     def state_of_buffers(self) -> dict[str, dict[str, Tensor]]:
-        """The shared buffers, this rank's values of them (also inside `shared`), and what is not averaged."""
+        """The shared buffers, this rank's values of them (even inside `shared`), and values that are not averaged."""
         own = self.buffers.own if self._aside is None else self._aside[1]
         return {"shared": self.buffers.shared, "own": own, "private": self.buffers.private}
 
     def compare_buffers(self) -> None:
-        """Average what differs between ranks, and warn about what cannot be averaged. Called on all ranks."""
+        """Average values that differ between ranks; warn if one cannot be averaged. Called on all ranks."""
         comm = self._sync.ranks.peers
         found = self.buffers.differing(comm, self._sync.device, range(comm.world_size))
         self.buffers.take_differing(found, warns=self._sync.ranks.logs)
@@ -82,7 +82,7 @@ class AnchoredModel:
                 self._aside = None
 
     def keep(self) -> None:
-        """Let this rank continue from what the model has now. Called inside `shared`."""
+        """Let this rank continue from the model's current values. Called inside `shared`."""
         self._aside = None
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class AnchoredModel:
     @torch.no_grad()
     def rebase_on_mean(self, names: Iterable[str]) -> None:
         """Set these anchors to the mean over the ranks. Called on all ranks."""
-        peers = self._sync.ranks.peers.with_own_counter()  # besides the engine's counters
+        peers = self._sync.ranks.peers.with_own_counter()  # with a separate byte counter
         for name in names:
             total = self.anchors[name].contiguous()
             peers.all_reduce(total).wait()

@@ -1,4 +1,4 @@
-"""What a model has besides trained parameters, averaged over ranks where it has a mean."""
+"""A model's state other than trained parameters, averaged over ranks where it has a mean."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class Differing(NamedTuple):
-    """What differs between ranks: the new value (None without a mean), and whether it is averaged from now on."""
+    """A value that differs between ranks: the new value (None without a mean), and whether to average it from now
+    on.
+    """
 
     value: Tensor | None
     averaged: bool
 
 
 class AveragedBuffers:
-    """What a model has besides trained parameters: values that are averaged over ranks, and values of each rank.
+    """A model's state other than trained parameters: values that are averaged over ranks, and values of each rank.
 
     * Floating-point buffers, such as BatchNorm's, are averaged. Their change since the last average is sent, so one
       that never changes, such as a mask with infinite entries, stays the same bit for bit.
@@ -39,7 +41,7 @@ class AveragedBuffers:
             are needed, since a model may replace its buffers.
 
     Attributes:
-        shared: What is shared, by name.
+        shared: The shared values, by name.
     """
 
     def __init__(self, untrained: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -47,17 +49,17 @@ class AveragedBuffers:
         found = untrained().items()
         names = [name for name, each in found if each.is_floating_point() and not isinstance(each, nn.Parameter)]
         self.shared = {name: each.detach().clone() for name, each in self._live(names).items()}
-        self._reported: set[str] = set()  # has no mean, and differs between ranks
+        self._reported: set[str] = set()  # values without a mean that differ between ranks
         self._agreed = self._digests()
 
     @property
     def own(self) -> dict[str, Tensor]:
-        """The model's current values of what is averaged, as live tensors."""
+        """The model's current values of averaged state; tensors are not copied."""
         return self._live(self.shared)
 
     @property
     def private(self) -> dict[str, Tensor]:
-        """The other live values, without frozen parameters that have not changed since all ranks agreed."""
+        """The model's other values, without frozen parameters that have not changed since all ranks agreed."""
         now, untrained = self._digests(), self._untrained()
         as_agreed = [name for name, digest in now.items() if digest == self._agreed.get(name)]
         same = {name for name in as_agreed if isinstance(untrained[name], nn.Parameter)}
@@ -68,7 +70,7 @@ class AveragedBuffers:
         return {name: local_part(untrained[name]) for name in names if name in untrained}
 
     def _watched(self) -> dict[str, Tensor]:
-        """Live values that are not averaged now but may have to be."""
+        """Values that are not averaged now but may have to be."""
         return self._live(name for name in self._untrained() if name not in {*self.shared, *self._reported})
 
     def _digests(self) -> dict[str, int]:
@@ -78,7 +80,7 @@ class AveragedBuffers:
 
     @torch.no_grad()
     def align(self, comm: Comm, device: torch.device) -> None:
-        """Local steps begin on all ranks: averaged buffers that differ start at the mean.
+        """Begin local steps on all ranks: averaged buffers that differ start at the mean.
 
         Args:
             comm: The ranks that have the same part of the model.
@@ -98,8 +100,8 @@ class AveragedBuffers:
         Args:
             comm: See `align`.
             device: See `align`.
-            known: Ranks that count. If they agree, the others, which are new, get their value.
-            floats_only: Do not compare what cannot be averaged.
+            known: Ranks whose values count. If they agree, the other ranks, which are new, get their value.
+            floats_only: Compare only values that can be averaged.
         """
         watched, found = self._watched(), {}
         mine = {name: x for name, x in watched.items() if x.is_floating_point() or not floats_only}
@@ -129,9 +131,9 @@ class AveragedBuffers:
         self._agreed = self._digests()
         if names and warns:
             _log.warning(
-                "%s differ between ranks and have no mean, as they are not floating-point numbers: each rank"
-                " continues with its own. A checkpoint has those of the first rank, and each rank's own"
-                " next to the residuals",
+                "%s differ between ranks and have no mean, since they are not floating-point numbers: each rank"
+                " continues with its own. A checkpoint has those of the first rank, and each rank's own next to the"
+                " residuals",
                 listed(names),
             )
 
@@ -160,7 +162,7 @@ class AveragedBuffers:
             own.copy_(torch.where(own == shared, own, mixed))
 
     def rebase(self) -> None:
-        """The model's current values are the same on all ranks."""
+        """Make the model's current values, which are the same on all ranks, the shared ones."""
         buffers = self.own
         for name, shared in self.shared.items():
             shared.copy_(buffers[name])
@@ -182,7 +184,7 @@ class AveragedBuffers:
 
 
 def _mean(own: Tensor, comm: Comm, device: torch.device, known: Sequence[int]) -> Tensor:
-    """float32, over the ranks `known`."""
+    """The mean in float32 over the ranks `known`."""
     total = own.to(device, torch.float32, copy=True).contiguous()
     if comm.rank not in known:
         total.zero_()

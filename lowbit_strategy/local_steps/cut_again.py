@@ -1,4 +1,4 @@
-"""Cuts the saved state of local steps for another number of ranks per replica."""
+"""Cuts the saved state of local steps for a different number of ranks per replica."""
 
 from __future__ import annotations
 

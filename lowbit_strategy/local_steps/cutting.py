@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lowbit_strategy.collectives.layout import TensorSpec
 
-BUCKET_NUMEL = 2**21  # elements that are coded while those before them travel
+BUCKET_NUMEL = 2**21  # elements of a bucket, coded while the previous bucket travels
 
 
 def cut_into(specs: Sequence[TensorSpec], num_fragments: int) -> list[list[TensorSpec]]:

@@ -16,7 +16,9 @@ from lowbit_strategy.model.parameters import local_part, shaped
 
 
 class Fragment:
-    """Args:
+    """Parameters that synchronize together.
+
+    Args:
         specs: Specs of the fragment's parameters, for each of `GradientSync.all_ranks`.
         params: All parameters by name; of a sharded parameter the local shard is synchronized.
 

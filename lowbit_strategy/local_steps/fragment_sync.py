@@ -1,4 +1,4 @@
-"""One synchronization of a fragment, under way or arrived."""
+"""One synchronization of a fragment, in flight or complete."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lowbit_strategy.local_steps.header import Header
 
 @dataclass(slots=True)
 class FragmentSync:
-    """One synchronization of a fragment: what this rank has sent and, once it has arrived, the result for all ranks.
+    """One synchronization of a fragment: this rank's message and, once it has arrived, the result for all ranks.
 
     Args:
         place: The fragment's place among all fragments.
         fragment: The fragment that is synchronized.
         x: The pseudo-gradient; once it has arrived, the mean.
-        header: What is sent before it.
+        header: The message before the pseudo-gradient.
         delay: Optimizer steps after which it is applied.
         age: Optimizer steps since it was sent.
         weights: Each rank's weight, 1 on average; empty: all 1.
@@ -48,7 +48,7 @@ class FragmentSync:
         return sum(weight for rank, weight in enumerate(weights) if rank not in left_out)
 
     def state_dict(self) -> dict[str, Any]:
-        """The fragment's state; to be called after `wait`."""
+        """The fragment's state. Call it after `wait`."""
         return {
             "means": self.fragment.views(self.x),
             "header": {"flat": self.header.flat, "world_size": self.header.world_size},
@@ -58,7 +58,7 @@ class FragmentSync:
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any] | None, fragments: Sequence[Fragment]) -> FragmentSync | None:
-        """None if nothing was in flight, or the fragments have other parameters now."""
+        """Restore a synchronization; None if nothing was in flight, or the fragments' parameters have changed."""
         for place, fragment in enumerate(fragments if saved is not None else ()):
             if saved is not None and fragment.anchors.keys() == saved["means"].keys():
                 x_N = torch.empty(fragment.numel, dtype=torch.float32, device=fragment.sample.device)

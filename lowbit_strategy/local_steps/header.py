@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SAMPLE_NUMEL = 256  # elements from which the drift of ranks is measured, at most
+SAMPLE_NUMEL = 256  # maximum number of elements from which ranks' drift is measured
 NUM_FACTS = 4  # numbers in addition to the sample and one per rank
 
 

@@ -20,12 +20,12 @@ _MOMENTS = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
 
 
 def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
-    """Training begins; `Session.resume` comes next.
+    """Prepare a Trainer when training begins, before `Session.resume`.
 
     1. `Session.finish` is called last in a fit, before any callback learns that training has ended.
-    2. The Trainer looks at the SIGTERM of this rank, or of the ranks that share one model. Asking all others before
-       every batch would make them wait for each other, and hang if one has fewer batches.
-    3. Callbacks that average weights see the shared weights, not what one rank has trained since.
+    2. The Trainer checks SIGTERM on this rank, or on the ranks that share one model. Asking all ranks before every
+       batch would make them wait for each other, and hang if one has fewer batches.
+    3. Callbacks that average weights see the shared weights, not one rank's.
     """
     loop = trainer.fit_loop
     loop.on_run_end = partial(_finish, session, type(loop).on_run_end.__get__(loop))
@@ -50,11 +50,11 @@ def _answer_signals(trainer: Any, session: Session, signals: DeferredSignals) ->
         inside.all_reduce_max(flag).wait()
         terminated = bool(flag)
     if terminated:
-        raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # of either namespace
+        raise import_module(type(trainer.fit_loop.epoch_loop).__module__).SIGTERMException  # in either namespace
 
 
 def _terminated(trainer: Any, signals: DeferredSignals) -> bool:
-    """Whether this rank has been told to end, whatever the others do."""
+    """Whether this rank has been told to end, regardless of the others."""
     if not signals.has_received(TERMINATE):
         return False
     if trainer.strategy.launcher is not None:

@@ -63,7 +63,7 @@ class LocalSteps(Pace):
         self._params = trainable_parameters(module)
         self._module = module
         self._ddp = PausedDDP()
-        self._reducer: BucketWorker | SideStream | None = None  # training continues while fragments are under way
+        self._reducer: BucketWorker | SideStream | None = None  # set if training continues while fragments travel
         if rule.delay_of(rule.shortest_turn):
             self._reducer = bucket_runner(sync.device)
         self._own = OwnOptimizers()
@@ -72,8 +72,8 @@ class LocalSteps(Pace):
         self.is_in_use = True
         self._loaded: tuple[Mapping[str, Any], bool] | None = None
         self.outer: OuterSync | None = None
-        self._compressor = sync.compressor  # of pseudo-gradients
-        self._validated = (sync.step_index, 0)  # steps and turns at the last validation
+        self._compressor = sync.compressor  # compressor of pseudo-gradients
+        self._validated = (sync.step_index, 0)  # step and number of turns at the last validation
         self._warned = False
         self.inside = _inside(sync.ranks, sync.device)
         sync.save_per_rank("outer", self)
@@ -104,7 +104,7 @@ class LocalSteps(Pace):
             self.outer.begin_backward(loss)
 
     def weights_replaced(self) -> None:
-        """Continue from the weights that the model has now. Called inside `shared_weights`, on all ranks."""
+        """Continue from the model's current weights. Called inside `shared_weights`, on all ranks."""
         if self.outer is not None:
             self.outer.rebase_if_changed()
 
@@ -119,7 +119,7 @@ class LocalSteps(Pace):
         _before_forward(model, self)
 
     def _start(self) -> OuterSync:
-        """Steps are local from now on."""
+        """Begin local steps."""
         if self.rule.synchronous_compressor is not None:
             self.sync.use(self._compressor)
         self.outer = outer = self._make_outer()
@@ -127,7 +127,7 @@ class LocalSteps(Pace):
         return outer
 
     def _follow_loaded_step(self) -> None:
-        """The loaded state may belong to the synchronous part; then gradients are synchronized again."""
+        """Synchronize gradients again if the loaded state belongs to the synchronous part."""
         if self.outer is None or self.rule.is_local(self.sync.step_index):
             return
         self.outer = None
@@ -144,7 +144,7 @@ class LocalSteps(Pace):
         return outer
 
     def extend(self, params: Mapping[str, nn.Parameter]) -> None:
-        """More parameters are trained, and `sync` knows them. They may differ between ranks.
+        """Also train parameters that `sync` already knows. They may differ between ranks.
 
         Raises:
             RuntimeError: Replicas come and go, and the others would not know these parameters.
@@ -156,12 +156,12 @@ class LocalSteps(Pace):
             self.outer.apply()
             state = self.outer.state_dict()
             self.outer = self._make_outer()
-            self.outer.load_state_dict(state | {"weights": {}})  # the model has them, and may be about to run backward
+            self.outer.load_state_dict(state | {"weights": {}})  # the model has them, and may run backward next
             if differing(params, self.sync.ranks.peers, self.sync.device):
                 self.outer.model.rebase_on_mean(params)
 
     def after_optimizer(self, optimizer: Optimizer | None) -> None:
-        """An optimizer has stepped, or a scaler has skipped its step. None: the only one has.
+        """Called when an optimizer has stepped, or a scaler has skipped its step. None: the only optimizer.
 
         The step ends when all optimizers have stepped, or at the latest when training continues (`begin_forward`).
         Synchronizing earlier would change weights that the others' forward passes have used.
@@ -173,7 +173,7 @@ class LocalSteps(Pace):
             self._end_step()
 
     def begin_forward(self) -> None:
-        """A forward pass in training begins: if any optimizer has stepped, the step ends."""
+        """End the step if any optimizer has stepped, because a forward pass in training begins."""
         if self._own.has_stepped:
             self._end_step()
         self._ddp.keep_paused()
@@ -186,7 +186,7 @@ class LocalSteps(Pace):
             self._start().model.buffers.align(self.sync.ranks.peers, self.sync.device)
 
     def _before_validation(self) -> None:
-        """Warn once if ranks have trained since the last validation without synchronizing: it sees old weights."""
+        """Warn once if ranks have not synchronized since the last validation, so that this one sees old weights."""
         if self.outer is None:
             return
         now = (self.sync.step_index, self.outer.num_syncs)
@@ -196,9 +196,10 @@ class LocalSteps(Pace):
         self._warned = True
         if self.sync.ranks.logs:
             _log.warning(
-                "this validation sees the weights of optimizer step %d: the ranks have trained %d steps since, each by"
-                " itself, and have had no turn (a round is %d steps). Validate less often than a round, or give outer"
-                " a smaller every; early stopping and the choice of the best checkpoint would act on old weights",
+                "this validation sees the weights of optimizer step %d: the ranks have since trained %d steps"
+                " separately, without a synchronization (a round is %d steps). Validate less often than a round, or"
+                " give outer a smaller every; otherwise early stopping and the choice of the best checkpoint use old"
+                " weights",
                 before[0],
                 now[0] - before[0],
                 self.outer.round_length,
@@ -212,14 +213,14 @@ class LocalSteps(Pace):
         return self._reducer is None or self._reducer.close()
 
     def finish(self) -> None:
-        """Training ends: see `OuterSync.finish`."""
+        """End training; see `OuterSync.finish`."""
         self.begin_forward()
         if self.outer is not None:
             self.outer.finish()
 
     @contextlib.contextmanager
     def shared_weights(self, *, validates: bool) -> Iterator[None]:
-        """The model has the anchors inside."""
+        """A context in which the model has the anchors."""
         if self.outer is None:
             yield
             return
@@ -231,7 +232,7 @@ class LocalSteps(Pace):
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Waits for what is under way, before the engine's state is read."""
+        """Wait for exchanges that are under way, before the engine's state is read."""
         if self.outer is not None:
             self.outer.arrive()
 
@@ -253,8 +254,8 @@ class LocalSteps(Pace):
         self._loaded = None
 
     def resume(self) -> None:
-        """The framework has loaded everything, or training begins: continue from this rank's own weights and optimizers
-        if they were loaded, otherwise from the model's weights, which all ranks share.
+        """When the framework has loaded everything, or training begins, continue from this rank's own weights and
+        optimizers if they were loaded, otherwise from the model's weights, which all ranks share.
         """
         loaded, self._loaded = self._loaded, None
         self._follow_loaded_step()
@@ -276,11 +277,11 @@ class LocalSteps(Pace):
 
     def adopt(self, earlier: Any) -> None:
         """Continue with the state of an earlier attachment of the same model. If that has finished, and the
-        model has other weights since, training begins with those.
+        model's weights have changed since, training begins with the new ones.
         """
         if not isinstance(earlier, LocalSteps):
             return
-        done = earlier.sync  # by its steps the rule knows whether the next one is local
+        done = earlier.sync  # its steps tell the rule whether the next one is local
         self.sync.restore_progress(step_index=done.step_index, num_skipped=done.num_skipped, loss_scale=done.loss_scale)
         self.load_state_dict([earlier.state_dict() | {"own": {}}], own=False)
         if self.outer is None or earlier.outer is None or not earlier.outer.finished:

@@ -1,4 +1,4 @@
-"""What local steps send in a round and keep in memory, as numbers."""
+"""The messages and memory of local steps, as numbers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LocalRoundPlan:
         return round(numel * (4 + self.moment_nbytes)) + self._largest_fragment_nbytes(specs)
 
     def working_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """Memory for this rank's part of the mean, if it does not wait for the others."""
+        """Memory for this rank's part of the mean, if it is applied before the others arrive."""
         return self._largest_fragment_nbytes(specs) if self.eager else 0
 
     def _fragments(self, specs: Mapping[str, TensorSpec]) -> list[list[TensorSpec]]:

@@ -1,4 +1,4 @@
-"""Local steps with an outer optimizer on one rank: when fragments synchronize, and how the anchors move."""
+"""Local steps with an outer optimizer on one rank: when fragments synchronize, and how anchors are updated."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class OuterSync:
     Args:
         sync: Reduces pseudo-gradients. Its steps are counted here.
         params: All parameters by the names that `sync` knows, in the order in which they are cut into fragments.
-        rule: Decides when, and by which optimizer.
+        rule: Decides when ranks synchronize, and with which optimizer.
         buffers: Returns the model's buffers and frozen parameters by name; see `AveragedBuffers`.
         reducer: Sends fragments to the other ranks.
         inside: The ranks of a replica, which decide together; None: it is one rank.
 
     Attributes:
         every: Optimizer steps of each coming round, in place of the rule's; None: as the rule says.
-        turns: When which fragment is sent.
+        turns: Decides when each fragment is sent.
         num_syncs: Fragment synchronizations completed.
         asks: Whether this rank wants all ranks to do something together after a synchronization.
         asked: Whether a rank has asked in a completed one; the same on all ranks.
@@ -113,10 +113,10 @@ class OuterSync:
         """Meet the other ranks before training. Here all are present from the start."""
 
     def leave(self) -> None:
-        """Training has ended on this rank."""
+        """Called when training has ended on this rank."""
 
     def attached(self, session: Session, module: nn.Module) -> None:
-        """The session around the model is complete."""
+        """Called when the session around the model is complete."""
 
     def check_extendable(self) -> None:
         """Raise a RuntimeError if parameters cannot be added."""
@@ -161,12 +161,12 @@ class OuterSync:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self, loss: Tensor | float | None = None) -> None:
-        """A backward pass begins. `loss`: its batch's loss, always in the same unit, for rounds that depend on it."""
+        """Called when a backward pass begins. `loss`: its batch's loss, for rounds that depend on it."""
         if loss is not None and isinstance(self.rule.every, Interval):
             self.turns.losses.observe(loss)  # does not wait for the device
 
     def after_step(self, learning_rate: float | None = None) -> None:
-        """The inner optimizer has stepped, or a loss scaler has skipped the step. Call it on all ranks.
+        """Call this on all ranks when the inner optimizer has stepped, or a loss scaler has skipped the step.
 
         Args:
             learning_rate: Learning rate of the inner optimizer.
@@ -178,7 +178,7 @@ class OuterSync:
             self._in_flight.age += 1
             self._apply_if_due()
         if self.turns.since >= self.turns.interval:
-            self.apply()  # still in flight: rounds have become shorter
+            self.apply()  # a fragment is still in flight, because rounds have become shorter
             self._launch(done=False)
             self._apply_if_due()
 
@@ -212,7 +212,7 @@ class OuterSync:
         x_N, header = self._own_part(fragment, done=done, with_buffers=is_last)
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N)
-        sync.begin_step()  # where controllers decide
+        sync.begin_step()  # controllers decide here
         arrivals = [self._reducer.submit(self._summed(header.flat), result=header.flat, last=False)]
         turns.advance(sync.step_index, self.every)
         for place, layout, part in fragment.buckets:
@@ -224,7 +224,7 @@ class OuterSync:
         return self._in_flight
 
     def _own_part(self, fragment: Fragment, *, done: bool, with_buffers: bool) -> tuple[Tensor, Header]:
-        """This rank's pseudo-gradient, times its weight, and the header. Both have zeros if it is not finite."""
+        """This rank's pseudo-gradient, times its weight, and the header; zeros if they are not finite."""
         peers = self.sync.ranks.peers
         x_N = fragment.pseudo_gradient()
         finite, asks, loss = self._agreed(x_N)
@@ -241,7 +241,7 @@ class OuterSync:
         return x_N, header
 
     def _agreed(self, x_N: Tensor) -> Tensor:
-        """What this replica's ranks report together: 1 if all is finite, whether one asks, the mean loss (or NaN)."""
+        """The joint report of this replica's ranks: 1 if all are finite, whether one asks, the mean loss (or NaN)."""
         loss = self.turns.losses.take()
         facts = torch.tensor([0.0, self.asks(), torch.nan], device=x_N.device)
         if x_N.numel():
@@ -264,7 +264,7 @@ class OuterSync:
         """Apply the fragment in flight, if there is one. Call it on all ranks at the same point.
 
         Args:
-            final: The weights become the anchor, without keeping a part of the rank's own.
+            final: The weights become the anchor, without mixing in the rank's own.
             average: Take the mean of the weights, without the outer optimizer.
         """
         if self._in_flight is None:
@@ -317,33 +317,33 @@ class OuterSync:
             " fresh optimizer state",
             self.sync.step_index,
             ", ".join(f"{which} {rank}" for rank in left_out),
-            "the anchors stay as they are" if all_of_them else "the others go on without them",
+            "the anchors stay as they are" if all_of_them else "the others continue without them",
         )
 
     def _warn_of_unknown_loss(self) -> None:
         """Log on one rank that rounds will not follow the loss, if they should."""
         if self.sync.ranks.logs and isinstance(self.rule.every, Interval) and self.rule.every.needs_loss:
             _log.warning(
-                "%s decides by the loss, which a rank did not know in the first round: while that is so, rounds keep"
-                " their length. In plain PyTorch call session.begin_step(loss=loss) before every backward pass",
+                "%s decides by the loss, which a rank did not know in the first round: rounds keep their length until"
+                " it does. In plain PyTorch call session.begin_step(loss=loss) before every backward pass",
                 type(self.rule.every).__name__,
             )
 
-    # -- which weights the model has --------------------------------------------------------------------------------
+    # -- switching the model's weights ------------------------------------------------------------------------------
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model has the anchors; may be nested. Once training has ended it changes nothing."""
         return contextlib.nullcontext() if self.finished else self.model.shared()
 
     def rebase_if_changed(self) -> None:
-        """Continue from other weights, if the ranks were given any. Called inside `shared_weights`, on all ranks."""
+        """Continue from new weights, if the ranks were given any. Called inside `shared_weights`, on all ranks."""
         if self.model.differs(self.anchors):
             self.model.keep()
             self.rebase()
 
     def rebase(self) -> None:
-        """The weights, equal on all ranks, become the anchors, at the start of a run or the end of a synchronous part.
-        The outer optimizer starts again.
+        """Make the weights, which are equal on all ranks, the anchors, at the start of a run or the end of a
+        synchronous part. The outer optimizer starts over.
         """
         self._in_flight = None
         self._optimizer.restart()
@@ -355,12 +355,12 @@ class OuterSync:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Wait for what is in flight without applying it, before the state is read."""
+        """Wait for fragments in flight without applying them, before the state is read."""
         if self._in_flight is not None:
             self._in_flight.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of this rank's state, including its own weights, as live tensors."""
+        """All of this rank's state, including its own weights; tensors are not copied."""
         in_flight = self._in_flight
         self.arrive()
         return {
@@ -383,18 +383,20 @@ class OuterSync:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
-        """Args:
-        state: From `state_dict`.
-        own: Whether it is this rank's own. If not (another number of ranks), or under another rule, only the shared
-            state is used (anchors, outer optimizer), and a new round starts from the anchors.
+        """Restore the state.
+
+        Args:
+            state: From `state_dict`.
+            own: Whether it is this rank's own. If not (the number of ranks has changed), or if the rule has changed,
+                only the shared state is used (anchors, outer optimizer), and a new round starts from the anchors.
         """
         same_rule = state.get("rule") == to_plain("outer", self.rule)
         same_optimizer = state.get("optimizer class") == self._optimizer.kind
         if not same_rule and self.sync.ranks.logs:
             _log.warning(
-                "the checkpoint was written under another outer rule: a new round begins from the anchors, which all"
+                "the checkpoint was written with a different outer rule: a new round begins from the anchors, which all"
                 " ranks share%s",
-                "" if same_optimizer else "; the outer optimizer starts over, it is of another class",
+                "" if same_optimizer else "; the outer optimizer starts over, because its class has changed",
             )
         for name, anchor in self.anchors.items():
             if name in state["anchors"]:

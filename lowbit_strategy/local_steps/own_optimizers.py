@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 
 
 class OwnOptimizers:
-    """Who steps a rank's weights. A step is over when all have stepped; their state is saved with the weights."""
+    """The optimizers of a rank's weights. A step ends when all have stepped; their state is saved with the weights."""
 
     def __init__(self) -> None:
         self._bound: tuple[Callable[[], Sequence[Optimizer]], Callable[[], Any]] = list, lambda: None
-        self._seen: list[Optimizer] = []  # have stepped in this process
-        self._stepped: set[int] = set()  # since the last step was over
+        self._seen: list[Optimizer] = []  # optimizers that have stepped in this process
+        self._stepped: set[int] = set()  # those that have stepped since the last step ended
 
     def bind(self, optimizers: Callable[[], Sequence[Optimizer]], scaler: Callable[[], Any]) -> None:
-        """Note where to find them. Without it, as in a custom loop, those that have stepped count."""
+        """Set the functions that return them. Without them, as in a custom loop, those that have stepped count."""
         self._bound = optimizers, scaler
 
     def _parts(self) -> dict[str, Any]:
@@ -29,7 +29,9 @@ class OwnOptimizers:
         return parts if scaler() is None else parts | {"scaler": scaler()}
 
     def all_have_stepped(self, optimizer: Optimizer) -> bool:
-        """`optimizer` has stepped, or a scaler has skipped its step. Return whether all have, since `begin_step`."""
+        """Note that `optimizer` has stepped, or a scaler has skipped its step. Return whether all have since
+        `begin_step`.
+        """
         if not any(optimizer is each for each in self._seen):
             self._seen.append(optimizer)
         self._stepped.add(id(optimizer))
@@ -42,7 +44,7 @@ class OwnOptimizers:
         return bool(self._stepped)
 
     def begin_step(self) -> None:
-        """The last step is over."""
+        """Begin a step."""
         self._stepped = set()
 
     def forget_moments(self) -> None:
@@ -67,7 +69,7 @@ class OwnOptimizers:
 
 
 def _resharded(part: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's saved state, its tensors sharded again as their parameters are."""
+    """An optimizer's saved state, with its tensors sharded like their parameters."""
     groups = getattr(part, "param_groups", None)
     if groups is None:  # a gradient scaler
         return dict(saved)

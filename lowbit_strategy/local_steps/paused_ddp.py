@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class PausedDDP:
-    """A model's DDP wrapper, which must not touch gradients and buffers while steps are local, and may have to again.
+    """A model's DDP wrapper, which must not synchronize gradients and buffers while steps are local, but may have to
+    later.
 
-    It is only weakly referenced; when it is gone, everything is closed. Under FSDP2 there is none.
+    The wrapper is only weakly referenced; when it is gone, everything is closed. Under FSDP2 there is none.
     """
 
     def __init__(self) -> None:
@@ -19,29 +20,29 @@ class PausedDDP:
         self._is_paused = False
 
     def wraps(self, model: DistributedDataParallel) -> None:
-        """Note the wrapper. The adapter replaces it if other parameters are trained before steps are local."""
+        """Note the wrapper. The adapter replaces it if the trained parameters change before steps are local."""
         self._found = weakref.ref(model)
         if self._is_paused:
             self.pause()
 
     def pause(self) -> None:
-        """Stop DDP's part, which it may get back."""
+        """Pause DDP's synchronization."""
         self._is_paused = True
         if (ddp := self._found()) is not None:
             self._broadcasts_buffers = ddp.broadcast_buffers
-            self._has_delayed = getattr(ddp, "_static_graph_delay_allreduce_enqueued", False)  # only of a static graph
+            self._has_delayed = getattr(ddp, "_static_graph_delay_allreduce_enqueued", False)  # if the graph is static
         self.keep_paused()
 
     def keep_paused(self) -> None:
-        """Stop it again if it is paused, since Lightning turns it on in each manual step."""
+        """Pause it again if it was paused, since Lightning turns it on in each manual step."""
         if self._is_paused and (ddp := self._found()) is not None:
             ddp.require_backward_grad_sync = False
             ddp.require_forward_param_sync = False
             ddp.broadcast_buffers = False
-            ddp._static_graph_delay_allreduce_enqueued = True  # or it would reduce at the end of the next backward pass
+            ddp._static_graph_delay_allreduce_enqueued = True  # or the next backward pass would reduce at its end
 
     def go_on(self) -> None:
-        """Give DDP its part back."""
+        """Resume DDP's synchronization."""
         self._is_paused = False
         if (ddp := self._found()) is not None:
             ddp.require_backward_grad_sync = True

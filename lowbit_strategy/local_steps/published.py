@@ -61,9 +61,9 @@ class OverlapLocalSGD(LocalSGD):
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         if self.delay:
-            raise ValueError(f"delay must be left at 0, bytes travel for a whole round anyway, got {self.delay}")
+            raise ValueError(f"delay must be 0, since bytes travel for a whole round anyway, got {self.delay}")
         if not self.mix:
-            raise ValueError(f"mix must be in (0, 1), got {self.mix!r}: the anchor itself, when sent, moves nothing")
+            raise ValueError(f"mix must be in (0, 1), got {self.mix!r}: with 0 ranks would send the anchor")
 
 
 @configuration
@@ -166,7 +166,7 @@ class EagerDiLoCo(DiLoCo):
     2. each rank's outer optimizer steps with D from where its round began; ``d(t)`` is sent
     3. the next round is trained while it travels
 
-    Only the other ranks' part is a round old, which loses less than delaying everything. The shared anchor, for
+    Only the other ranks' part is a round old, which costs less loss than delaying everything. The shared anchor, for
     validation and checkpoints, follows the means that have arrived.
 
     Args:
@@ -184,13 +184,12 @@ class EagerDiLoCo(DiLoCo):
         DiLoCo.__post_init__(self)
         if self.delay or self.mix:
             raise ValueError(
-                f"delay and mix must be left at 0, got {self.delay} and {self.mix}: bytes travel for a whole turn"
-                " anyway"
+                f"delay and mix must be 0, got {self.delay} and {self.mix}: bytes travel for a whole turn anyway"
             )
 
     @property
     def moment_nbytes(self) -> float:
-        return 2 * super().moment_nbytes + 4.0  # the own share's, and how far it is ahead
+        return 2 * super().moment_nbytes + 4.0  # also the own share's moments, and the offset
 
 
 @configuration

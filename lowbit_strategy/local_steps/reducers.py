@@ -1,4 +1,4 @@
-"""Sends a fragment's buckets, while training continues or not."""
+"""Sends a fragment's buckets, in the background or blocking."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AsyncReducer(Protocol):
 
 
 class BlockingReducer(AsyncReducer):
-    """All results have arrived when `submit` of the last one returns."""
+    """A reducer whose `submit` of the last bucket returns when all results have arrived."""
 
     def __init__(self) -> None:
         self._schedule = BucketSchedule()

@@ -63,11 +63,11 @@ class OuterRule(RoundRule):
     """
 
     name: ClassVar[str]
-    eager: ClassVar[bool] = False  # a rank applies its own share of what it has sent at once
-    travels_a_turn: ClassVar[bool] = False  # a fragment is applied when the next one is sent; `delay` is not used
-    pulls_before_sending: ClassVar[bool] = False  # weights are mixed with the anchor then, not when it has arrived
+    eager: ClassVar[bool] = False  # whether a rank immediately applies its own share
+    travels_a_turn: ClassVar[bool] = False  # whether a fragment is applied when the next one is sent, without `delay`
+    pulls_before_sending: ClassVar[bool] = False  # whether weights are mixed with the anchor then, not on arrival
 
-    lr = 1.0  # of the outer SGD; these become options in subclasses
+    lr = 1.0  # the outer SGD's; these become options in subclasses
     momentum = 0.0
     nesterov = False
 
@@ -90,8 +90,8 @@ class OuterRule(RoundRule):
             )
         if not 0 <= self.delay <= self.shortest_turn:
             raise ValueError(
-                f"delay must be 0 to {self.shortest_turn} (every // fragments), got {self.delay}: a fragment has to be"
-                " back before the next one is sent"
+                f"delay must be 0 to {self.shortest_turn} (every // fragments), got {self.delay}: a fragment must"
+                " arrive before the next one is sent"
             )
         if not 0.0 <= self.mix < 1.0:
             raise ValueError(f"mix must be in [0, 1), got {self.mix!r}: with 1 the anchor would never reach a rank")
@@ -103,7 +103,7 @@ class OuterRule(RoundRule):
         if chosen is not None and chosen.momenta != {0.0}:
             raise ValueError(
                 f"synchronous_compressor must not apply its own momentum, got {chosen.name}: the optimizer's"
-                " serves the local part too"
+                " momentum is also used for local steps"
             )
 
     @property
@@ -142,22 +142,22 @@ class OuterRule(RoundRule):
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: Any, **options: Any) -> Pace:
         """`options`: see `LocalSteps`."""
-        make = leaves.load("lowbit_strategy.local_steps.local_pace:LocalSteps", "outer")  # which knows rules
+        make = leaves.load("lowbit_strategy.local_steps.local_pace:LocalSteps", "outer")  # this module knows rules
         made: Pace = make(module, sync, self, **options)
         return made
 
     def check_options(self, options: Any) -> None:
         if options.two_level:
-            raise ValueError("two_level=True does not go with outer: under DDP each rank takes local steps by itself")
+            raise ValueError("two_level=True is incompatible with outer: under DDP ranks take separate local steps")
         if options.follows_rate:
-            raise ValueError("follows_rate=True does not go with outer, whose residuals are of weights: leave it out")
+            raise ValueError("follows_rate=True is incompatible with outer, whose residuals are of weights: omit it")
         if isinstance(self.every, Interval):
             self.every.check_options(options)
 
     def check_wrapper(self, options: Any, *, scatter: bool) -> None:
         if scatter and options.shard_size is None:
             raise ValueError(
-                "outer needs replicas that train by themselves, and FSDP2 shards one model over all ranks: give"
+                "outer needs replicas that train separately, but FSDP2 shards one model over all ranks: give"
                 ' shard_size="node" as well, for local steps between nodes, and fully_shard, if you call it yourself, a'
                 " mesh of (replicas, shard_size) ranks"
             )
@@ -170,16 +170,16 @@ class OuterRule(RoundRule):
         for each in others:
             if each != peers:
                 raise ValueError(
-                    f"outer= needs replicas that train by themselves, and the ranks {peers} have the same part of the"
-                    f" model, but {each} the same part of what is on another mesh, such as experts: let experts be"
-                    " sharded over ranks of one replica"
+                    f"outer= needs replicas that train separately, but the ranks {peers} have the same part of the"
+                    f" model, and {each} the same part of parameters on a different mesh, such as experts: let experts"
+                    " be sharded over ranks of one replica"
                 )
         return prepared
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         if isinstance(compressor, Chooser):
             raise ValueError(
-                "Auto chooses what every step sends, and outer= sends in some steps only: give a compressor"
+                "Auto chooses the compressor of every step, but outer= sends only in some steps: give a compressor"
             )
         self.check(assign_all(compressor, specs))
         if self.synchronous_compressor is not None:
@@ -242,7 +242,7 @@ def _check_keeps_weights(optimizer: Any) -> None:
     anchors.
 
     Raises:
-        ValueError: The optimizer, or one inside it, would put this rank's own weights into the model for that.
+        ValueError: The optimizer, or one inside it, would put this rank's own weights into the model then.
     """
     inner: Any = optimizer
     while inner is not None:
@@ -250,8 +250,8 @@ def _check_keeps_weights(optimizer: Any) -> None:
         if not is_wrapper and callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
             raise ValueError(
                 f"{type(inner).__name__} exchanges the model's weights in its train() and eval(), for this rank's own"
-                " average, and local steps (outer=) put in what all ranks share: they do not go together. Leave outer"
-                " out, or take an optimizer that keeps one set of weights, such as AdamW (in place of"
+                " average, but local steps (outer=) put in the weights that all ranks share: the two are incompatible."
+                " Leave outer out, or use an optimizer that keeps one set of weights, such as AdamW (instead of"
                 " optim='schedule_free_adamw')"
             )
         inner = getattr(inner, "optimizer", None)

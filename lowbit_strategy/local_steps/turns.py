@@ -42,15 +42,15 @@ class Turns:
 
     @property
     def moment(self) -> tuple[int, int, int]:
-        """The present moment, for `go_back`."""
+        """The current state, for `go_back`."""
         return self.place, self.since, self.round_length
 
     def go_back(self, moment: tuple[int, int, int]) -> None:
-        """Undo the turn that was taken at that moment."""
+        """Undo the turn that was taken in that state."""
         self.place, self.since, self.round_length = moment
 
     def step(self, learning_rate: float | None) -> None:
-        """The inner optimizer has stepped with this learning rate."""
+        """Note that the inner optimizer has stepped with this learning rate."""
         self.since += 1
         self._rates = (self._rates[1], learning_rate)
 
@@ -60,7 +60,7 @@ class Turns:
         return self.place
 
     def advance(self, step_index: int, every: int | None) -> None:
-        """The fragment has been sent. `every`: steps of the coming round; None: as the rule says."""
+        """Advance to the next fragment. `every`: steps of the coming round; None: the rule decides."""
         self.place, self.since = (self.place + 1) % self._num, 0
         if self.place == 0:
             earlier, last = self._rates
@@ -117,7 +117,7 @@ class RoundLosses:
         return torch.stack(own).mean() if own else None
 
     def arrived(self, loss: float | None) -> None:
-        """The mean over all ranks; None: unknown."""
+        """Note the mean loss over all ranks; None: unknown."""
         if loss is not None:
             self._first, self._last = loss if self._first is None else self._first, loss
 

@@ -25,7 +25,7 @@ class Promise(NamedTuple):
 
     Args:
         nbytes: Number of bytes, exact if its methods are codecs.
-        padding_nbytes: Other methods may pad each parameter to 16 bytes on both hops.
+        padding_nbytes: Padding that other methods may add: to 16 bytes, for each parameter on both hops.
         fixed: Whether the bytes do not depend on values.
     """
 
@@ -43,7 +43,7 @@ class _Count:
 
 
 class ByteCheck(BucketObserver, StepListener):
-    """Counts what each bucket sends, and compares the sum of a step with the buckets' plans.
+    """Counts the bytes that each bucket sends, and compares a step's sum with the buckets' plans.
 
     Sums are compared, since one bucket may send for all (`Bucket`). A step with methods whose bytes depend on values is
     not compared. Weights: `WeightCheck`.
@@ -61,7 +61,7 @@ class ByteCheck(BucketObserver, StepListener):
         sync.listeners.add(self, StepPhase.RECORD)
 
     def begin_step(self) -> None:
-        """Called by the engine. Forget what an earlier step left whose gradients were thrown away."""
+        """Called by the engine. Forget the counts of an earlier step whose gradients were discarded."""
         self._counts = []
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
@@ -82,8 +82,8 @@ class ByteCheck(BucketObserver, StepListener):
         self._counts = []
         if all(each.fixed for each in promises) and abs(sent - promised) > padding:
             raise RuntimeError(
-                f"{sent} bytes of gradients were sent in this step where {promised} and at most"
-                f" {padding} of padding were planned: a method counts its bytes wrongly, please report it"
+                f"{sent} bytes of gradients were sent in this step, but {promised} and at most {padding} of padding"
+                " were planned: a method counts its bytes wrongly, please report it"
             )
         if (weights := self._sync.weights) is not None:
             if self._weights is None or self._weights.weights is not weights:
@@ -106,7 +106,7 @@ def promised(bucket: Bucket) -> Promise:
 
 
 def _counted(stages: Stages, count: _Count) -> Iterator[Pending | None]:
-    """Count what `stages` send, which happens only between two yields."""
+    """Count the bytes that `stages` send, which happens only between two yields."""
     comm = count.bucket.context.comm
     while True:
         before = comm.sent_nbytes
@@ -120,7 +120,7 @@ def _counted(stages: Stages, count: _Count) -> Iterator[Pending | None]:
 
 
 class WeightCheck:
-    """The same for FSDP2's weights.
+    """The same check for FSDP2's weights.
 
     Args:
         weights: The model's weights, which have not been gathered before.
@@ -128,7 +128,7 @@ class WeightCheck:
 
     def __init__(self, weights: WeightSync) -> None:
         self.weights = weights
-        self._before = (0, 0, 0)  # counted, promised, framing at most when the step began
+        self._before = (0, 0, 0)  # counted, promised and maximum framing bytes before the step
         self._costs = {
             name: module_weights(weights.coding, layout, weights.modules[name].world_size)
             for name, layout in weights.layouts.items()
@@ -147,6 +147,6 @@ class WeightCheck:
         self._before = now
         if not 0 <= sent - expected <= most:
             raise RuntimeError(
-                f"rank {self.weights.comms[0].rank} sent {sent} bytes for weights in this step where {expected} and at"
+                f"rank {self.weights.comms[0].rank} sent {sent} bytes for weights in this step, but {expected} and at"
                 f" most {most} of framing were expected: this is a fault of lowbit_strategy, please report it"
             )

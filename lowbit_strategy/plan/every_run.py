@@ -1,4 +1,4 @@
-"""The part of plans in every run: it checks bytes, and reports what a step takes and sends."""
+"""The part of plans in every run: it checks bytes, and reports a step's time and bytes."""
 
 from __future__ import annotations
 

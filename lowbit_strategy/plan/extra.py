@@ -1,4 +1,4 @@
-"""What ranks exchange and keep in addition to gradients, as numbers."""
+"""Exchanges and memory in addition to those of gradients, as numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Extra:
 
     Attributes:
         purpose: The purpose of the memory, in a few words.
-        given_up: How a run without it differs, and what that costs, in words; None: it cannot be given up.
+        given_up: A description of a run without it and of the cost; None: it cannot be given up.
     """
 
     purpose: str = ""
@@ -43,7 +43,7 @@ class Extra:
         *,
         copies: bool,
     ) -> int:
-        """Bytes of memory for what is kept. `copies`: whether it is copied before a step changes it."""
+        """Bytes of kept memory. `copies`: whether it is copied before a step changes it."""
         return 0
 
     def lines(self, plan: Any) -> list[str]:

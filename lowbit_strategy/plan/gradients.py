@@ -47,7 +47,7 @@ def node_transfer(
     encoded = 0
     if topology.coding is None:
         piece = min(whole, MESSAGE_NBYTES)
-        messages = piece if piece == whole else 2 * piece  # what is sent as one the framework has too, or gloo for it
+        messages = piece if piece == whole else 2 * piece  # the framework, or gloo, also holds an unsplit message
     else:
         row_nbytes = message_nbytes(
             topology.coding.codec(exact=name in exact).wire_nbytes(row_numel)
@@ -56,7 +56,7 @@ def node_transfer(
         )
         sums = replace(sums, nbytes=(num_inside - 1) * row_nbytes, in_series=1)
         messages, encoded = 2 * num_inside * row_nbytes, num_inside * numel
-    kept = {"ddp": messages + mean + whole, "fsdp": mean, "hsdp": 0}[wrapper]  # under HSDP FSDP2 has the mean
+    kept = {"ddp": messages + mean + whole, "fsdp": mean, "hsdp": 0}[wrapper]  # under HSDP FSDP2 holds the mean
     brief = 0 if wrapper == "ddp" else messages
     return TransferGroup("", numel, (sums, *gather), 1, kept, encoded, brief)
 
@@ -71,7 +71,7 @@ def node_rows(spec: TensorSpec, topology: Topology, wrapper: Wrapper) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class ReductionPlan:
-    """Which ranks reduce what, and by which methods.
+    """The ranks and methods that reduce parameters.
 
     Args:
         methods: Method of each parameter.
@@ -143,7 +143,7 @@ class ReductionPlan:
         return messages
 
     def kind_of(self, names: Iterable[str]) -> object:
-        """A key that is equal for parameters that send the same."""
+        """A key that is equal for parameters that send equal messages."""
         return tuple(
             (id(self.methods[name]), self.specs[name].shape, self.specs[name].ranges, name in self.exact)
             for name in names
@@ -168,14 +168,12 @@ class ReductionPlan:
             return 0, 0
         row = message_nbytes((pair.uplink.wire_nbytes(row_numel) for pair, row_numel in rows), num_marked)
         shard = sum(round_up(row_numel, ALIGNMENT) for _, row_numel in rows)
-        own = 0 if self.is_sharded or peers <= 2 else row  # of two ranks it lies where the first message was
+        own = 0 if self.is_sharded or peers <= 2 else row  # with two ranks it reuses the first message's memory
         return 2 * peers * row + own, 0 if self.is_sharded else 4 * shard
 
 
 def summed(what: str, numel: int, topology: Topology) -> Message:
-    """The message of an uncompressed float32 all-reduce of `numel` elements over the peers, which belongs to no
-    method.
-    """
+    """The message of an uncompressed float32 all-reduce of `numel` elements over the peers, outside any method."""
     nbytes = 2 * (topology.num_peers - 1) * 4 * numel // topology.num_peers
     return Message(peer_level(topology), what, 0, nbytes, internode_fraction=peers_internode_fraction(topology))
 
@@ -232,8 +230,8 @@ def gradient_transfers(
     """Transfers of a whole model, in the order of the backward pass."""
     methods, specs = reduction.methods, reduction.specs
     waiting = [name for each in reduced for name in each.names if methods[name].whole_model and specs[name].numel]
-    last = len(reduced) - 1 if wrapper == "ddp" else None  # where they are reduced
-    known: dict[object, TransferGroup] = {}  # the layers of a model are equal
+    last = len(reduced) - 1 if wrapper == "ddp" else None  # the bucket that reduces them
+    known: dict[object, TransferGroup] = {}  # a model's layers are equal
     transfers = []
     for at, each in enumerate(reduced):
         whole_model = waiting if at == last else ()
@@ -242,7 +240,7 @@ def gradient_transfers(
             known[kind] = _gradient_transfer(each, reduction, wrapper, whole_model=whole_model, local=local)
         transfers.append(replace(known[kind], name=each.name))
     num_inside = reduction.topology.num_parts
-    if wrapper != "ddp" and num_inside > 1 and transfers:  # at the end of a backward pass, of all parameters together
+    if wrapper != "ddp" and num_inside > 1 and transfers:  # one message for all, at the end of a backward pass
         nbytes = (num_inside - 1) * sum(marks_nbytes(len(each.names)) for each in reduced)
         marks = Message("intra-node", "marks", nbytes, internode_fraction=0.0)
         transfers[-1] = replace(transfers[-1], messages=(*transfers[-1].messages, marks))

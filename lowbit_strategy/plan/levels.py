@@ -12,12 +12,12 @@ def peer_level(topology: Topology) -> Level:
 
 
 def peers_internode_fraction(topology: Topology) -> float:
-    """The fraction that leaves the node of what a rank sends equally to all its peers."""
+    """The fraction that leaves the node if a rank sends equally to all its peers."""
     return _leaving(topology, range(topology.rank % topology.num_parts, topology.world_size, topology.num_parts))
 
 
 def world_internode_fraction(topology: Topology) -> float:
-    """The fraction that leaves the node of what a rank sends equally to all ranks."""
+    """The fraction that leaves the node if a rank sends equally to all ranks."""
     return _leaving(topology, range(topology.world_size))
 
 

@@ -59,7 +59,7 @@ def lines(plan: StepPlan) -> list[str]:
 
 
 def _levels(plan: StepPlan) -> list[str]:
-    """What is sent inside a node and between nodes; empty if there is one node."""
+    """The line on bytes inside a node and between nodes; empty if there is one node."""
     topology = plan.topology
     if topology.num_nodes == 1:
         return []
@@ -75,14 +75,14 @@ def _cost(plan: StepPlan, coding: WeightCoding) -> str:
     units = weight_transfers(coding, plan.modules, plan.topology, plan.wrapper)
     kept = kept_nbytes(coding, plan.modules, plan.topology, plan.wrapper)
     memory = f"{size(kept)} of memory per rank" if kept else "no more memory than FSDP2's"
-    ours = plan.topology.num_nodes != 1 and coding != Exact()  # FSDP2's own gathers are not counted by node
+    ours = plan.topology.num_nodes != 1 and coding != Exact()  # FSDP2's own gathers are not counted per node
     between = f" ({size(internode_nbytes(units))} between nodes)" if ours else ""
     return f"{size(step_nbytes(units))}/step{between}, {memory}"
 
 
 def describe_weights(coding: WeightCoding, modules: Mapping[str, ModuleLayout]) -> str:
-    """Describe how FSDP2's weights are coded, and what is kept of them between gathers."""
-    again = any(layout.num_gathers > 1 for layout in modules.values())  # or FSDP2 frees nothing after forward
+    """Describe how FSDP2's weights are coded and kept between gathers."""
+    again = any(layout.num_gathers > 1 for layout in modules.values())  # otherwise FSDP2 frees nothing after forward
     keeps = {
         "nothing": "gathered again in backward" if again else "sent once, as FSDP2 keeps them until backward",
         "codes": "kept as codes",

@@ -1,4 +1,4 @@
-"""Describes the dims of the meshes of a model's parameters in words, for the start-up report."""
+"""Describes the mesh dims of a model's parameters, for the start-up report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _dims: WeakKeyDictionary[GradientSync, list[str]] = WeakKeyDictionary()  # in th
 
 
 def note_dims(sync: GradientSync, module: nn.Module) -> None:
-    """Note the dims of the meshes of `module`, whose hooks have been made."""
+    """Note the mesh dims of `module`, whose hooks have been made."""
     if sync.weights is None:
         _dims[sync] = [
             describe_dims(getattr(model, "device_mesh", None), model.parameters())
@@ -37,7 +37,7 @@ def note_dims(sync: GradientSync, module: nn.Module) -> None:
 
 
 def dims_of(sync: GradientSync, at: int) -> str:
-    """The dims of the mesh of the ranks ``sync.all_ranks[at]``, in words; empty if there is one or none is known."""
+    """A description of the mesh dims of ``sync.all_ranks[at]``; empty if there is one dim or none is known."""
     noted = _dims.get(sync, [])
     return noted[at] if at < len(noted) else ""
 
@@ -47,7 +47,7 @@ def describe_dims(mesh: DeviceMesh | None, params: Iterable[nn.Parameter]) -> st
 
     Args:
         mesh: The mesh of the data-parallel dims; the second of two dims shards.
-        params: Parameters, some of them on the whole mesh, needed if `mesh` was not cut from that.
+        params: Parameters, some of them on the whole mesh, needed if `mesh` was not cut from it.
     """
     if mesh is None or (own := mesh.mesh_dim_names) is None:
         return ""

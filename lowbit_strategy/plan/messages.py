@@ -12,7 +12,7 @@ EXACT_WEIGHTS = "exact weights"  # the framework's own gather
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank sends in one collective, or in several consecutive collectives of one method.
+    """One rank's message in one collective, or in several consecutive collectives of one method.
 
     Args:
         level: The ranks that exchange it: all (``flat``), those of a node, or those with the same part on all nodes.
@@ -39,7 +39,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
-    """What is sent together: a DDP bucket, a module that FSDP2 shards, or a bucket of a round.
+    """Messages that are sent together: of a DDP bucket, a module that FSDP2 shards, or a bucket of a round.
 
     Args:
         name: Its name in reports.
@@ -48,8 +48,8 @@ class TransferGroup:
         repeats: How often it is sent per step, or per round, on average.
         buffer_nbytes: Memory for its messages while they are under way.
         encoded_numel: Elements that this rank encodes and decodes for it, on all hops together.
-        brief_nbytes: Memory that only one transfer needs at a time: for what is sent inside a node while all wait for
-            it and, between two hops, for the mean of what this rank owns.
+        brief_nbytes: Memory that only one transfer needs at a time: for messages inside a node while all wait for them
+            and, between two hops, for the mean of this rank's shares.
     """
 
     name: str
@@ -62,11 +62,11 @@ class TransferGroup:
 
     @property
     def in_series(self) -> int:
-        """Number of consecutive collectives each time that it is sent."""
+        """Number of consecutive collectives per transfer."""
         return sum(message.in_series for message in self.messages)
 
     def nbytes(self, *levels: Level) -> int:
-        """Promised bytes each time that it is sent, on these levels; on all levels if none is given."""
+        """Promised bytes per transfer, on these levels; on all levels if none is given."""
         return sum(message.nbytes for message in self.messages if not levels or message.level in levels)
 
 

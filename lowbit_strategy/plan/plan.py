@@ -22,14 +22,14 @@ from lowbit_strategy.ranks.ranks import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What one rank sends, and everything that determines its bytes and memory.
+    """One rank's messages, and everything that determines its bytes and memory.
 
     Args:
         topology: The ranks.
-        wrapper: What wraps the model.
-        specs: What this rank reduces of every parameter.
+        wrapper: The model's wrapper.
+        specs: The part of every parameter that this rank reduces.
         assignments: Method and kind of each parameter, with reasons: compressed, high-precision or exempt.
-        reduced: What is reduced together, in the order of backward.
+        reduced: Parameters that are reduced together, in the order of backward.
         gradients: Transfers of every step, for each of `reduced`.
         weights: Transfers of every step: FSDP2's modules, in their order.
         rounds: Messages of a round, if ranks meet in rounds.
@@ -60,7 +60,7 @@ class StepPlan:
 
     @property
     def reduction(self) -> ReductionPlan:
-        """Which ranks reduce what."""
+        """The ranks and methods that reduce parameters."""
         return _reduction(self.assignments, self.specs, self.topology)
 
     @property
@@ -114,23 +114,26 @@ def make_plan(
     extra: Extra | None = None,
     copies: bool | None = None,
 ) -> StepPlan:
-    """Args:
-    specs: Parameters, or this rank's parts of them.
-    assignments: The assignment of each parameter (`assign_all`).
-    topology: The ranks.
-    wrapper: What wraps the model.
-    reduced: What is reduced together, in the order of backward; None: buckets like DDP's for float32 gradients.
-    coding: Coding of weights, under FSDP2.
-    modules: What FSDP2 gathers together, under FSDP2.
-    round_plan: What ranks send in rounds, if gradients stay on their rank.
-    device_type: Type of the device on which gradients are coded.
-    extra: What ranks exchange in addition to gradients.
-    copies: Whether methods' state is copied before it changes; None: if gradients are reduced.
+    """Make the plan of a step.
+
+    Args:
+        specs: Parameters, or this rank's parts of them.
+        assignments: The assignment of each parameter (`assign_all`).
+        topology: The ranks.
+        wrapper: The model's wrapper.
+        reduced: Parameters that are reduced together, in the order of backward; None: buckets like DDP's for float32
+            gradients.
+        coding: Coding of weights, under FSDP2.
+        modules: The units that FSDP2 gathers.
+        round_plan: The plan of a round, if gradients stay on their rank.
+        device_type: Type of the device on which gradients are coded.
+        extra: Exchanges in addition to gradients.
+        copies: Whether methods' state is copied before it changes; None: if gradients are reduced.
     """
     by_name = {spec.name: replace(spec, sharded=wrapper == "fsdp") for spec in specs}
     if reduced is None:
         reduced = ddp_buckets((spec.name, spec.whole_numel, 4) for spec in specs)
-    if topology.num_peers == 1:  # there is nobody to meet
+    if topology.num_peers == 1:  # no peers to meet
         round_plan = None
     reduction = _reduction(assignments, by_name, topology)
     companion, modules = extra or Extra(), modules or {}

@@ -14,22 +14,22 @@ class WithExtra(Protocol):
     """A `Part` for which ranks exchange or keep more than gradients."""
 
     def extra(self, prepared: PreparedModel) -> Extra:
-        """What ranks will exchange and keep for this part."""
+        """Exchanges and memory that this part will need."""
 
     def given_up(self) -> Part:
-        """What to use instead if the part cannot work and the user has not asked for it."""
+        """The replacement if the part cannot work and the user has not requested it."""
 
 
 def extra_of(prepared: PreparedModel) -> Extra:
-    """What ranks will exchange in addition to gradients."""
+    """Exchanges in addition to gradients."""
     return next((part.extra(prepared) for part in prepared.parts if isinstance(part, WithExtra)), Extra())
 
 
 def without_extra(prepared: PreparedModel) -> tuple[Part, ...]:
-    """The parts that remain if that is given up."""
+    """The parts that remain without the extra exchanges."""
     return tuple(part.given_up() if isinstance(part, WithExtra) else part for part in prepared.parts)
 
 
 def copies_residuals(prepared: PreparedModel) -> bool:
-    """Whether residuals are copied before each reduction. Rounds throw nothing away unless replicas leave."""
+    """Whether residuals are copied before each reduction. Rounds discard nothing unless replicas leave."""
     return prepared.options.rollback and (not prepared.in_rounds or prepared.options.comes_and_goes)

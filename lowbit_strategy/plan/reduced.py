@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # of a bucket, as DDP has them by default
+DDP_FIRST_NBYTES, DDP_CAP_NBYTES = 2**20, 25 * 2**20  # DDP's default bucket sizes
 
 
 @dataclass(frozen=True, slots=True)

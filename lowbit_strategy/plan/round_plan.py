@@ -1,4 +1,4 @@
-"""What is sent in rounds of several optimizer steps, in which not every step reduces gradients."""
+"""Messages in rounds of several optimizer steps, in which not every step reduces gradients."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from lowbit_strategy.ranks.ranks import Topology
 class RoundPlan(Protocol):
     """A round as numbers, and the names of its parts in reports.
 
-    A `RoundRule` has that of its first round as `planned()`, and `Rounds` that of the current one as `planned(ranks)`.
+    A `RoundRule` returns the plan of its first round from `planned()`, and `Rounds` that of the current one from
+    `planned(ranks)`.
     """
 
     @property
     def label(self) -> str:
-        """A few words for reports: which ranks meet, and when."""
+        """A label for reports: which ranks meet, and when."""
 
     @property
     def keeps(self) -> str:
-        """What is kept from round to round."""
+        """A label for the memory that is kept from round to round."""
 
     @property
     def every(self) -> int:
@@ -39,7 +40,7 @@ class RoundPlan(Protocol):
         """The transfers of a round."""
 
     def kept_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
-        """Bytes of memory for what is kept."""
+        """Bytes of kept memory."""
 
     def working_nbytes(self, specs: Mapping[str, TensorSpec]) -> int:
         """Temporary bytes of memory in a turn, without messages."""

@@ -1,4 +1,4 @@
-"""Reads from an engine what a step sends and keeps."""
+"""Reads an engine's messages and memory in a step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _expected: WeakKeyDictionary[GradientSync, Sequence[ParamGroup]] = WeakKeyDictio
 
 
 def expect(sync: GradientSync, module: nn.Module) -> None:
-    """Note what hooks will reduce together, in the order of backward, if nothing changes. Call it once the hooks of
-    `module` have been made.
+    """Note the parameters that hooks will reduce together, in the order of backward, if nothing changes. Call it once
+    the hooks of `module` have been made.
     """
     params = [(name, param) for name, param in named_parameters(module) if name in sync.specs]
     if sync.weights is not None:
@@ -57,8 +57,8 @@ def plan_of(
     *,
     ranks: Ranks | None = None,
 ) -> StepPlan:
-    """The plan of a step for the parameters that `ranks` reduce (None: the engine's `ranks`), as it is, or with other
-    methods and another coding of weights.
+    """The plan of a step for the parameters that `ranks` reduce (None: the engine's `ranks`), optionally with other
+    methods and a different coding of weights.
     """
     weights, ranks, ranks_of = sync.weights, ranks or sync.ranks, sync.state.ranks_of
     rounds: Any = sync.rounds

@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Describes in words what becomes of gradients and weights on one rank.
+    """Describes how one rank sends gradients and weights.
 
     Args:
         specs: The part of every parameter that this rank reduces.
@@ -150,5 +150,5 @@ def render_reports(sync: GradientSync) -> str:
 
 
 def _has_kernels(method: Method) -> bool:
-    """Whether a GPU codes with kernels instead of PyTorch operations."""
+    """Whether GPUs use kernels for it instead of PyTorch operations."""
     return isinstance(method, CodecPair) and method.uplink.in_one_pass and method.downlink.in_one_pass

@@ -1,4 +1,4 @@
-"""The line after 50 steps: what a step takes and sends, and what it would send without compression."""
+"""The line after 50 steps: a step's time and bytes, and its bytes without compression."""
 
 from __future__ import annotations
 

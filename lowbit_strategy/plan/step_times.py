@@ -1,4 +1,4 @@
-"""How long steps take, and how long training waits in them."""
+"""Measures how long steps take, and how long training waits in them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ends: list[Moment] = []  # of steps; empty: nothing is timed
-        self._waits: list[tuple[int, Moment, Moment]] = []  # in which step, from when, until when
+        self._ends: list[Moment] = []  # ends of steps; empty: nothing is timed
+        self._waits: list[tuple[int, Moment, Moment]] = []  # step, begin and end of each wait
 
     def start(self) -> None:
-        """A step begins now."""
+        """Start timing: a step begins now."""
         self._ends, self._waits = [now(self._device)], []
 
     def end_step(self) -> None:
@@ -40,7 +40,7 @@ class StepClock:
             self._ends.append(now(self._device))
 
     def wait(self) -> Callable[[], None] | None:
-        """Training waits from now until the returned function is called, from any thread. None: no step is timed."""
+        """Time a wait from now until the returned function is called, from any thread. None: no step is timed."""
         if not self._ends:
             return None
         waits, step, began = self._waits, len(self._ends), now(self._device)

@@ -1,4 +1,4 @@
-"""The messages of FSDP2's weights, and the memory for what is kept."""
+"""The messages of FSDP2's weights, and the memory of kept weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ModuleWeightCost:
         gather_nbytes: Bytes sent to others in each gather over the network, without framing.
         framing_nbytes: At most this many bytes for a header and the padding of every parameter, each time that codes
             are sent.
-        exact_nbytes: Bytes sent to others if weights are sent as they are.
+        exact_nbytes: Bytes sent to others if weights are sent uncoded.
         num_gathers: Number of gathers in a step of one forward and one backward pass.
-        kept_nbytes: Bytes of memory for what stays between gathers.
+        kept_nbytes: Bytes of memory that stay in use between gathers.
         buffer_nbytes: Memory for messages: this rank's, and the received ones unless these are kept.
         row_framing_nbytes: Exact bytes of one rank's codes; 0 if none are sent.
     """
@@ -77,7 +77,7 @@ def sharing_ranks(topology: Topology, wrapper: Wrapper) -> int:
 
 
 def kept_nbytes(coding: WeightCoding, layouts: Mapping[str, ModuleLayout], topology: Topology, wrapper: Wrapper) -> int:
-    """Bytes of memory for what stays between gathers, of a whole model."""
+    """Bytes of memory that stay in use between gathers, for a whole model."""
     num_ranks = sharing_ranks(topology, wrapper)
     return sum(module_weights(coding, module, num_ranks).kept_nbytes for module in layouts.values())
 

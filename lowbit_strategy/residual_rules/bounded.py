@@ -17,7 +17,7 @@ from lowbit_strategy.engine.listeners import StepListener, StepPhase
 
 
 class MaxResidual(Part):
-    """The largest norm of a residual, in norms of the parameter's gradient; None: there is no bound."""
+    """The largest norm of a residual, in units of its gradient's norm; None: there is no bound."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._limit = options.max_residual
@@ -35,12 +35,12 @@ class BoundedResiduals(StepListener, BucketObserver):
     """Shrinks residuals before a bucket is reduced. If a gradient is zero, its residual waits.
 
     Args:
-        limit: Largest norm of a residual, in norms of the parameter's gradient.
+        limit: Largest norm of a residual, in units of its gradient's norm.
     """
 
     def __init__(self, sync: GradientSync, limit: float) -> None:
         self._state, self._limit = sync.state, limit
-        sync.listeners.add(self, StepPhase.RECORD)  # before probes and monitors look
+        sync.listeners.add(self, StepPhase.RECORD)  # before probes and monitors observe
 
     def begin_step(self) -> BoundedResiduals:
         return self

@@ -50,7 +50,7 @@ class FollowedRates(StepListener):
         sync.save_with("rates", self)
 
     def begin_step(self) -> None:
-        rates = self._of_step()  # also of parameters that are frozen, or that nothing synchronizes
+        rates = self._of_step()  # includes parameters that are frozen or not synchronized
         for name in self._state.assignments:
             rate = rates.get(name, 0.0)
             if not rate > 0 or name in self._transactions.open:
@@ -61,7 +61,7 @@ class FollowedRates(StepListener):
                 self._rates[name] = rate
 
     def _rescale_(self, name: str, factor: float) -> None:
-        """Multiply what one parameter has not sent yet, leftovers and reductions set aside included, by `factor`."""
+        """Multiply one parameter's unsent residual, including leftovers and reductions set aside, by `factor`."""
         store = self._state.store(name)
         store.method.rescale_residual_(store.tensors(name), factor)
         self._state.carryover.rescale_(factor, [name])

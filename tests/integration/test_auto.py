@@ -366,7 +366,7 @@ def with_others(folder: Path) -> Facts:
     with pytest.raises(ValueError, match="Auto chooses this model's compressor") as caught:
         ModelControl(session.sync).adapt(Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2)))
     errors.append(str(caught.value))
-    with pytest.raises(ValueError, match="Auto chooses what every step sends"):
+    with pytest.raises(ValueError, match="Auto chooses the compressor of every step"):
         prepare(Constant(), Auto(), SyncOptions(outer="diloco"))  # type: ignore[arg-type]
     session.close()
     return {"errors": errors, "nodes": find_topology().num_nodes}

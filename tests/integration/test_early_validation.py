@@ -58,7 +58,7 @@ def seldom(folder: Path, framework: str) -> Facts:
 @scenarios(seldom, framework=("hf", "accelerate", "fabric"))
 def test_validation_before_a_turn_is_warned_of_everywhere(facts: list[Facts]) -> None:
     assert len(facts[0]["lines"]) == 1
-    assert "step 0: the ranks have trained 2 steps since" in facts[0]["lines"][0]
+    assert "step 0: the ranks have since trained 2 steps" in facts[0]["lines"][0]
     assert facts[1]["lines"] == []
 
 

@@ -526,7 +526,7 @@ def refused(folder: Path) -> Facts:
 @scenarios(refused, world_size=4)
 def test_refused(facts: list[Facts]) -> None:
     for rank in facts:
-        assert "outer= needs replicas that train by themselves, and the ranks" in rank["outer"]
+        assert "outer= needs replicas that train separately, but the ranks" in rank["outer"]
         assert "experts on another mesh are sent in parts" in rank["whole model"]
         assert "and its parameters are whole" in rank["whole"]
         assert "nothing synchronizes 1.experts.up" in rank["left out"]

@@ -82,9 +82,9 @@ def test_unknown_options(make: Callable[[], object], message: str) -> None:
         (lambda: plugin_from_section({"seed": 3}), "lowbit_config: compressor is missing: name one, such as loco"),
         (lambda: CompressionMonitor(bounds=untyped({})), "bounds: give at least one of max_error"),
         (lambda: untyped(accelerate.MonitorOptions)(bounds={}), "bounds: give at least one of max_error"),
-        (lambda: LowBitFSDPStrategy(outer=DiLoCo()), "outer needs replicas that train by themselves, and FSDP2 shards"),
+        (lambda: LowBitFSDPStrategy(outer=DiLoCo()), "outer needs replicas that train separately, but FSDP2 shards"),
         (lambda: fabric.LowBitFSDPStrategy(outer="diloco"), 'give shard_size="node" as well'),
-        (lambda: LowBitDDPStrategy(outer="diloco", two_level=True), "two_level=True does not go with outer"),
+        (lambda: LowBitDDPStrategy(outer="diloco", two_level=True), "two_level=True is incompatible with outer"),
     ],
 )
 def test_wrong_values(make: Callable[[], object], message: str) -> None:

@@ -62,7 +62,7 @@ def test_a_method_that_sends_more_than_it_says_is_an_error(monkeypatch: pytest.M
     engines = Engines(PowerSGD(rank=2))
     (method,) = {each.method for each in engines.syncs[0].state.assignments.values()}
     monkeypatch.setattr(type(method), "wire_nbytes", lambda self, spec, num_peers: 100)
-    with pytest.raises(RuntimeError, match=r"bytes of gradients were sent in this step where 100 and at most 32 of"):
+    with pytest.raises(RuntimeError, match=r"bytes of gradients were sent in this step, but 100 and at most 32 of"):
         engines.step()
 
 
@@ -83,7 +83,7 @@ def test_weights_that_were_not_promised_are_an_error() -> None:
     assert shards.syncs[1].comms[0].sent_nbytes > 0
     shards.syncs[1].comms[0].sent_nbytes += 1000
     checks[0].end_step()
-    with pytest.raises(RuntimeError, match=r"rank 1 sent \d+ bytes for weights in this step where \d+ and at most"):
+    with pytest.raises(RuntimeError, match=r"rank 1 sent \d+ bytes for weights in this step, but \d+ and at most"):
         checks[1].end_step()
 
 
