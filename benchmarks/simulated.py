@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.collectives.layout import dim0_row_numel
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.learning_rates import LearningRates
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import from_options
 from lowbit_strategy.model.parameters import describe_parameters
@@ -32,7 +33,7 @@ def parse(variant: str) -> Compressor:
     return from_options(name, json.loads(options) if options else {})
 
 
-class Exchange:
+class Exchange(LearningRates):
     """The gradients of W simulated ranks, reduced in one bucket.
 
     Args:
@@ -67,7 +68,8 @@ class Exchange:
         ]
         self._rate = 1.0  # of the step
         for sync in self.syncs if follows_rate else ():
-            FollowedRates(sync, lambda: {spec.name: self._rate for spec in self.specs})
+            sync.ask_rates_of(self)
+            FollowedRates(sync)
         self.corrections = [SecondMoment(sync, model) for sync in self.syncs] if corrects else []
         at, entries = 0, []
         for spec in self.specs:
@@ -96,6 +98,9 @@ class Exchange:
             whole = rows_WN[:, at : at + row].reshape(-1)
             means.append(whole[: spec.numel].view(spec.shape))
         return means
+
+    def rates(self) -> dict[str, float]:
+        return {spec.name: self._rate for spec in self.specs}
 
     def correct_(self, optimizer: Optimizer) -> None:
         """It has stepped on the means."""

@@ -83,13 +83,12 @@ class ModelControl(StepListener):
         if sync.in_parts:  # values are summed over all parts of the model
             handshake({"names of parameters": [*sync.specs]}, sync.ranks.everyone.group)
         sync.listeners.add(self, StepPhase.RECORD)
-        sync.listeners.control = self
 
     @staticmethod
     def of(sync: GradientSync) -> ModelControl | None:
         """The control of `sync`, if it has one."""
-        control: ModelControl | None = sync.listeners.control
-        return control
+        found = [each for each in sync.listeners[StepPhase.RECORD] if isinstance(each, ModelControl)]
+        return found[0] if found else None
 
     # -- its parts ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class ModelControl(StepListener):
         progress = self.clock(step)
         if progress.learning_rate is not None:
             return progress
-        return replace(progress, learning_rate=self.sync.listeners.learning_rate())
+        return replace(progress, learning_rate=self.sync.learning_rates.first_rate())
 
     def begin_pass(self, loss: torch.Tensor | None) -> None:
         """Called by the session when a backward pass begins, perhaps on this rank alone."""
@@ -150,6 +149,10 @@ class ModelControl(StepListener):
             self.loss = loss
         if not self.begun:
             self.begin()
+
+    def checkpoint_loaded(self) -> None:
+        """Its record begins again with the next backward pass. Called by the session."""
+        self.begun = False
 
     def begin(self, **fields: Any) -> None:
         """Open the record in `folder` and write its first line, when training begins or continues.

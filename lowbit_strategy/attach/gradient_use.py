@@ -17,10 +17,11 @@ from lowbit_strategy.attach.frozen import Frozen
 from lowbit_strategy.attach.optimizer_hook import has_rate
 from lowbit_strategy.engine.backward_pass import in_backward
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.learning_rates import LearningRates
 from lowbit_strategy.model.parameters import local_part, named_parameters, shard_records
 
 
-class GradientUse:
+class GradientUse(LearningRates):
     """Commits and rolls back the reductions of one model's parameters, by their ``.grad``.
 
     A gradient that is gone when the next backward pass begins was cleared: its reduction is set aside until an
@@ -29,20 +30,26 @@ class GradientUse:
 
     Attributes:
         stepped: The parameters that optimizers have stepped since the last step ended.
-        ddp_of: Returns the DDP wrapper of the model, if there is one.
-        optimizers: Returns the optimizers; by default, those that have stepped.
     """
 
     def __init__(self, module: nn.Module, sync: GradientSync) -> None:
         self.stepped: set[str] = set()
-        self.ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._ddp_of: Callable[[], DistributedDataParallel | None] = lambda: None
         self._sync = sync
         self._name(dict(named_parameters(module)))
         # Optimizers in the order of their first steps, with the number of each one's last step.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        self.optimizers: Callable[[], Iterable[Optimizer]] = lambda: self._optimizers
+        self._bound: Callable[[], Iterable[Optimizer]] = lambda: self._optimizers
         self._delivered = DeliveredSigns(sync)
+
+    def bind(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        """Also know the learning rates of the optimizers that `optimizers` returns, and their order."""
+        self._bound = optimizers
+
+    def wrapped_by(self, model: DistributedDataParallel) -> None:
+        """The model is now in this DDP wrapper."""
+        self._ddp_of = weakref.ref(model)
 
     def follow(self, frozen: Frozen, *, is_served: bool) -> None:
         """Look up parameters again if the model's parameters have changed. Arguments and errors are those of
@@ -66,16 +73,14 @@ class GradientUse:
         the optimizer that stepped it last, since it may replace others.
         """
         in_order = sorted(self._optimizers, key=self._optimizers.__getitem__)
-        groups = [group for each in [*self.optimizers(), *in_order] for group in each.param_groups if "lr" in group]
+        groups = [group for each in [*self._bound(), *in_order] for group in each.param_groups if "lr" in group]
         pairs = ((id(param), group["lr"]) for group in groups for param in group["params"])
         return {self._names[each]: rate for each, rate in pairs if each in self._names}
 
     def rates(self) -> dict[str, float]:
-        """The learning rate of each parameter that an optimizer steps."""
         return {name: float(rate) for name, rate in self._rates().items()}
 
     def first_rate(self) -> float | None:
-        """The learning rate of the first parameter group; None: no optimizer steps this model."""
         return next(map(float, self._rates().values()), None)
 
     def owns(self, optimizer: Optimizer) -> bool:
@@ -117,7 +122,7 @@ class GradientUse:
         owned = self.owned_by(optimizer)
         sync, transactions = self._sync, self._sync.transactions
         is_reduced = sync.rounds is None
-        if is_reduced and not sync.ranks.alone and (model := self.ddp_of()) is not None:
+        if is_reduced and not sync.ranks.alone and (model := self._ddp_of()) is not None:
             check_synchronizes(model)
         self._optimizers[optimizer] = next(self._numbers)
         stepped = [name for name, param in owned.items() if param.grad is not None and name not in self.stepped]

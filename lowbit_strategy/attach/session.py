@@ -83,7 +83,7 @@ class Session:
         self._closed: Callable[[], None] | None = None  # finishes a step that this rank has ended
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
-        sync.listeners.rates, sync.listeners.learning_rate = self._use.rates, self._use.first_rate
+        sync.ask_rates_of(self._use)
         self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool | None] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
@@ -117,7 +117,7 @@ class Session:
             optimizers: Returns the optimizers; any that step no parameter of this model are ignored.
             scaler: Returns the gradient scaler, or None.
         """
-        self._use.optimizers = optimizers
+        self._use.bind(optimizers)
         self.pace.bind(lambda: [each for each in optimizers() if self.owns(each)], scaler)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -157,8 +157,7 @@ class Session:
     def begin_pass(self, loss: torch.Tensor | None = None) -> None:
         """Steps 1 to 3 of `begin_step`, which a rank performs even if it runs the backward pass alone."""
         self.ended_by.update(dict.fromkeys(self.ended_by))
-        if (control := self.sync.listeners.control) is not None:
-            control.begin_pass(loss)
+        self.sync.listeners.begin_pass(loss)
         if self.is_in_rounds and shares_parameters(self):
             raise RuntimeError(SHARED_IN_ROUNDS)
         if not self.is_in_rounds:  # a synchronization would change weights that the forward pass has used
@@ -294,8 +293,7 @@ class Session:
         self._saver.begin_run()
         self.has_loaded = True
         self._scale.forget()  # the scaler is loaded as well
-        if (control := self.sync.listeners.control) is not None:
-            control.begun = False
+        self.sync.listeners.checkpoint_loaded()
         if self.sync.weights is not None:
             self.sync.weights.forget()
         stamp, warning = agree_on_stamp(path, stamp, self.options.on_missing_residual, self.sync.ranks.group)
@@ -440,7 +438,7 @@ class Session:
 
     def close_with(self, model: DistributedDataParallel) -> None:
         """Close when `model` is garbage-collected, instead of an earlier wrapper."""
-        self._use.ddp_of = weakref.ref(model)
+        self._use.wrapped_by(model)
         self._end_with(model, self.close)
 
     def _end_with(self, owner: object, end: Callable[..., object], *values: object) -> None:

@@ -18,6 +18,7 @@ from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.backward_pass import call_after_end, in_backward
 from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
 from lowbit_strategy.engine.bucket_schedule import Stages
+from lowbit_strategy.engine.learning_rates import LearningRates
 from lowbit_strategy.engine.listeners import Listeners, StepPhase
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_means import NodeMeans
@@ -68,6 +69,7 @@ class GradientSync:
         weights: Gathers FSDP2's weights; None under DDP.
         node_means: Computes the means inside a node, by the node's ranks.
         extra_state, rank_state: Other state that is saved, by name: the same on all ranks, and different on each.
+        learning_rates: Knows the learning rates of the optimizers that step the model.
         begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
         rounds: Reduces in rounds, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are or will be rounds.
@@ -95,6 +97,7 @@ class GradientSync:
         self.rank_state: dict[str, RankState] = {}
         self.rounds: Rounds | None = None
         self.has_rounds = False
+        self.learning_rates = LearningRates()
         self.begin_late: Callable[[], None] = lambda: None
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=sharded, others=others)
@@ -348,6 +351,10 @@ class GradientSync:
             call_after_end(self._after_backward)
             self._after_backward = None
         return stages
+
+    def ask_rates_of(self, learning_rates: LearningRates) -> None:
+        """Know the learning rates that `learning_rates` knows."""
+        self.learning_rates = learning_rates
 
     def begin_late_with(self, begin: Callable[[], None]) -> None:
         """Call `begin` if gradients arrive before `begin_step`."""

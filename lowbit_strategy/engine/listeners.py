@@ -1,4 +1,4 @@
-"""Objects that are called when a step begins and when it ends.
+"""Objects that are called when a step begins, when it ends, and at a few moments in between.
 
 | phase | who | may |
 |---|---|---|
@@ -14,9 +14,10 @@ called in the order in which they subscribed. A rank may end its step alone; exc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+
+import torch
 
 from lowbit_strategy.engine.bucket import BucketObserver
 
@@ -30,6 +31,9 @@ class StepPhase(IntEnum):
 class StepListener:
     """Measures, decides or records. These methods do nothing; subclasses override those that they need."""
 
+    def begin_pass(self, loss: torch.Tensor | None) -> None:
+        """A backward pass begins, perhaps on this rank alone. `loss`: the batch's, if it is known."""
+
     def begin_step(self) -> BucketObserver | None:
         """Begin a step, before anything is reduced. Return the observers of the step's buckets."""
         return None
@@ -37,26 +41,21 @@ class StepListener:
     def end_step(self, *, counted: bool) -> None:
         """Called when the step has ended on this rank. `counted`: whether it counts, that is, did not overflow."""
 
+    def wait(self) -> Callable[[], None] | None:
+        """Training begins to wait for messages. Return what to call, from any thread, when the wait ends."""
+        return None
+
+    def checkpoint_loaded(self) -> None:
+        """A checkpoint has been read, and the state is about to be restored."""
+
 
 _END_ORDER = (StepPhase.OBSERVE, StepPhase.DECIDE, StepPhase.RECORD)
 
 
 class Listeners:
-    """The listeners of one engine, by phase.
-
-    Attributes:
-        control: The listener that monitors and adapts the model; None: there is none.
-        rates: Returns the learning rate of each parameter that an optimizer steps.
-        learning_rate: Returns the rate of the optimizer that steps the model; None: that optimizer is unknown.
-        wait: Called when training begins to wait for messages. Returns a function to call, from any thread, when the
-            wait ends; None: nothing measures it.
-    """
+    """The listeners of one engine, by phase."""
 
     def __init__(self) -> None:
-        self.control: Any = None
-        self.rates: Callable[[], Mapping[str, float]] = dict
-        self.learning_rate: Callable[[], float | None] = lambda: None
-        self.wait: Callable[[], Callable[[], None] | None] = lambda: None
         self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
         self._together: list[Callable[[], None]] = []
 
@@ -71,6 +70,14 @@ class Listeners:
             if listener in listeners:
                 listeners.remove(listener)
 
+    @property
+    def _all(self) -> list[StepListener]:
+        return [listener for phase in StepPhase for listener in self[phase]]
+
+    def begin_pass(self, loss: torch.Tensor | None) -> None:
+        for listener in self._all:
+            listener.begin_pass(loss)
+
     def begin_step(self, phase: StepPhase) -> list[BucketObserver]:
         """Returns the observers of the step's buckets."""
         observers = [listener.begin_step() for listener in self[phase]]
@@ -80,6 +87,20 @@ class Listeners:
         for phase in _END_ORDER:
             for listener in list(self[phase]):
                 listener.end_step(counted=counted)
+
+    def wait(self) -> Callable[[], None] | None:
+        """Returns what to call, from any thread, when the wait ends; None: no listener measures it."""
+        ends = [end for listener in self._all if (end := listener.wait()) is not None]
+
+        def end_all() -> None:
+            for end in ends:
+                end()
+
+        return end_all if ends else None
+
+    def checkpoint_loaded(self) -> None:
+        for listener in self._all:
+            listener.checkpoint_loaded()
 
     def together(self, call: Callable[[], None]) -> None:
         """Run `call`, which may communicate, when all ranks have ended the step. Used in `end_step`."""

@@ -181,7 +181,7 @@ class LocalSteps(Pace):
     def _end_step(self) -> None:
         self._own.begin_step()
         if self.outer is not None:
-            self.outer.after_step(self.sync.listeners.learning_rate())
+            self.outer.after_step(self.sync.learning_rates.first_rate())
         elif self.rule.is_local(self.sync.step_index):
             self._start().model.buffers.align(self.sync.ranks.peers, self.sync.device)
 

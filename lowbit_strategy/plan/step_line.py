@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,9 +34,12 @@ class StepTimes(StepListener):
 
     def __init__(self, sync: GradientSync) -> None:
         self._sync, self._clock = sync, StepClock(sync.device)
-        sync.listeners.wait = self._clock.wait
         self._num_steps = self._sent_before = 0
         sync.listeners.add(self, StepPhase.RECORD)
+
+    def wait(self) -> Callable[[], None] | None:
+        """Called by the engine."""
+        return self._clock.wait()
 
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,7 +24,7 @@ class FollowsRate(Part):
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
         if self._follows:
-            FollowedRates(sync, lambda: sync.listeners.rates())
+            FollowedRates(sync)
 
 
 class FollowedRates(StepListener):
@@ -38,19 +37,16 @@ class FollowedRates(StepListener):
     2. when the rate differs from it by `GRAIN`, rescale the residual and remember the new rate
     3. a rate of zero changes nothing: the residual belongs to the last nonzero rate
     4. a parameter whose reduction is open waits for the next step
-
-    Args:
-        rates: Returns the learning rate of each parameter.
     """
 
-    def __init__(self, sync: GradientSync, rates: Callable[[], Mapping[str, float]]) -> None:
-        self._state, self._transactions, self._of_step = sync.state, sync.transactions, rates
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync, self._state, self._transactions = sync, sync.state, sync.transactions
         self._rates: dict[str, float] = {}
         sync.listeners.add(self, StepPhase.RECORD)
         sync.save_with("rates", self)
 
     def begin_step(self) -> None:
-        rates = self._of_step()  # includes parameters that are frozen or not synchronized
+        rates = self._sync.learning_rates.rates()  # includes parameters that are frozen or not synchronized
         for name in self._state.assignments:
             rate = rates.get(name, 0.0)
             if not rate > 0 or name in self._transactions.open:

@@ -118,8 +118,8 @@ def replaced(folder: Path, given: bool) -> Facts:
         optimizer.step()
         optimizer.zero_grad()
         session.end_step(optimizer)
-        listeners = session.sync.listeners
-        seen.append({listeners.learning_rate(), *listeners.rates().values()} - {None})
+        known = session.sync.learning_rates
+        seen.append({known.first_rate(), *known.rates().values()} - {None})
     session.finish()
     return {"seen": seen}
 

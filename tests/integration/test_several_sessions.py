@@ -84,7 +84,7 @@ def train_one(rank: int, world_size: int) -> tuple[list[str], list[list[float | 
                 model(torch.ones(2, 24)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            rates.append([session.sync.listeners.learning_rate() for session in sessions])
+            rates.append([session.sync.learning_rates.first_rate() for session in sessions])
     return [line for line in lines if "no gradient has been" in line or "no step has ended" in line], rates
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from lowbit_strategy.checkpoint.capture import capture
 from lowbit_strategy.checkpoint.restoring import restore
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.engine.learning_rates import LearningRates
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods._base.residuals import read_residual
 from lowbit_strategy.methods.registry import PRESETS, as_compressor
@@ -22,15 +23,20 @@ RATES = (0.25, 1.0, 0.5, 0.05, 0.05, 0.0501, 2.0)
 
 def following(compressor: Compressor) -> GradientSync:
     sync = engine(compressor)
-    FollowedRates(sync, lambda: dict.fromkeys([*sync.specs, "frozen"], _now[sync]))
+    FollowedRates(sync)
     return sync
 
 
-_now: dict[GradientSync, float] = {}
+class SameRate(LearningRates):
+    def __init__(self, sync: GradientSync, rate: float) -> None:
+        self._rates = dict.fromkeys([*sync.specs, "frozen"], rate)
+
+    def rates(self) -> dict[str, float]:
+        return self._rates
 
 
 def begin(sync: GradientSync, rate: float) -> None:
-    _now[sync] = rate
+    sync.ask_rates_of(SameRate(sync, rate))
     sync.begin_step()
 
 
