@@ -35,8 +35,9 @@ def save(folder: str, sessions: Sequence[Session], *, writes_stamp: bool) -> Ite
         paths = [_path(folder, index) for index in range(len(sessions))]
         stamps = [saving.enter_context(each.save(path)) for path, each in zip(paths, sessions, strict=True)]
         yield
-        for path, stamp in zip(paths, stamps, strict=True) if writes_stamp else ():
-            _write(_stamp_file(path), stamp)
+        if writes_stamp:
+            for path, stamp in zip(paths, stamps, strict=True):
+                _write(_stamp_file(path), stamp)
 
 
 def load(folder: str, sessions: Sequence[Session], *, compressed: bool = False) -> None:

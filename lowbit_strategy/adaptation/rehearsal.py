@@ -55,7 +55,9 @@ def rehearse(level: Compressor, *, world_size: int, sharded: bool, device: torch
     kernels to compile.
     """
     specs = [spec for spec in _SPECS if isinstance(level.assign(spec).method, CodecPair)]
-    for dtype in _DTYPES if specs else ():
+    if not specs:
+        return
+    for dtype in _DTYPES:
         bucket = SingleRankBucket(level, specs, device, world_size=world_size, sharded=sharded)
         x = torch.ones(bucket.numel * world_size if sharded else bucket.numel, dtype=dtype, device=device)
         bucket.reduce(x, torch.empty(bucket.numel, dtype=dtype, device=device) if sharded else x)

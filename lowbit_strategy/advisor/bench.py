@@ -61,7 +61,9 @@ def _show(measured: Any) -> None:
         ("between nodes", cluster.inter_node, measured.nodes),
         ("inside a node", cluster.intra_node, measured.ranks_per_node),
     ):
-        for kind, found in (("all at once", link), ("in a ring", link.ring)) if number > 1 else ():
+        if number == 1:
+            continue
+        for kind, found in (("all at once", link), ("in a ring", link.ring)):
             links.add_row(
                 f"{what}, {kind}",
                 f"{1e3 * found.latency_s:.3g} ± {found.latency_spread:.0%}",

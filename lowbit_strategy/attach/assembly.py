@@ -74,8 +74,9 @@ def make_engine(
     for part in prepared.parts:
         prepared = part.on_meshes(prepared, module, list(dict.fromkeys((ranks, *(others or {}).values()))))
     fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # they keep most
-    for part in () if fewest.alone else prepared.parts:
-        prepared = part.fitted(prepared, fewest, device, modules or {})
+    if not fewest.alone:
+        for part in prepared.parts:
+            prepared = part.fitted(prepared, fewest, device, modules or {})
     options = prepared.options
     sync = GradientSync(
         Dense() if ranks.alone else prepared.compressor,

@@ -431,9 +431,12 @@ class Session:
         has_ended = self._hook is None or self._hook.close()
         has_ended = self.pace.close() and has_ended
         all_ranks, self._ranks = self._ranks, []
-        for ranks in all_ranks if has_ended else ():
+        if not has_ended:
+            return
+        comms = [] if self.sync.weights is None else self.sync.weights.comms
+        for ranks in all_ranks:
             ranks.destroy()
-            for comm in () if self.sync.weights is None else self.sync.weights.comms:
+            for comm in comms:
                 comm.release(ranks.own)
 
     def close_with(self, model: DistributedDataParallel) -> None:
@@ -451,6 +454,8 @@ class Session:
 
 def _give_back(stop: Callable[[], bool], groups: list[dist.ProcessGroup]) -> None:
     """End the threads and destroy the process groups of a session whose sharded model is gone."""
-    for group in groups if stop() else ():
+    if not stop():
+        return
+    for group in groups:
         with contextlib.suppress(ValueError):  # all groups have been destroyed
             dist.destroy_process_group(group)

@@ -222,10 +222,10 @@ class Exchange:
                 uplink_at += _section_nbytes(uplink, param)
                 downlink_at += 0 if downlink is None else _section_nbytes(downlink, param)
                 self._shard_numel += round_up(param.row_numel, ALIGNMENT)
-            sent, added = (uplink.batches(Segments(rows), device) for rows in (send, own))
+            sent, added = uplink.batches(Segments(send), device), uplink.batches(Segments(own), device)
             self._uplinks.append(_Hop(uplink, uplink_state, sent, added))
             if downlink is not None:
-                sent, added = (downlink.batches(Segments(rows), device) for rows in (back, gather))
+                sent, added = downlink.batches(Segments(back), device), downlink.batches(Segments(gather), device)
                 self._downlinks.append(_Hop(downlink, downlink_state, sent, added))
 
 

@@ -121,18 +121,20 @@ def sum_values(
     edges = torch.stack([torch.searchsorted(index, number * row) for index, row in zip(indices, rows, strict=True)])
     counts = edges.diff().tolist()  # each parameter's number of values for each rank
     parts = values_E.split([count for counts_W in counts for count in counts_W])
-    padded = [[(counts_W[r], -counts_W[r] % _MULTIPLE) for counts_W in counts] for r in range(world_size)]
-    sent = [sum(map(sum, sizes)) for sizes in padded]
+    by_rank = [part for r in range(world_size) for part in parts[r::world_size]]
+    padded = [[round_up(counts_W[r], _MULTIPLE) for counts_W in counts] for r in range(world_size)]
+    sent = [sum(sizes) for sizes in padded]
     message = values_E.new_zeros(sum(sent))
-    places = message.split([size for sizes in padded for pair in sizes for size in pair])[::2]
-    torch._foreach_copy_(list(places), [part for r in range(world_size) for part in parts[r::world_size]])
+    rooms = message.split([size for sizes in padded for size in sizes])
+    places = [room[: part.numel()] for room, part in zip(rooms, by_rank, strict=True)]
+    torch._foreach_copy_(places, by_rank)
     received_WN = message.new_empty(world_size, sent[rank])
     yield comm.all_to_all_uneven(received_WN.view(-1), message, sent[rank : rank + 1] * world_size, sent)
     total_N = torch.empty_like(received_WN[0])
     add_rows_(received_WN, total_N)
-    sums = total_N.split([size for pair in padded[rank] for size in pair])[::2]
     own = [index.split(counts_W)[rank] - rank * row for index, counts_W, row in zip(indices, counts, rows, strict=True)]
-    return list(map(Chosen, own, sums))
+    sums = total_N.split(padded[rank])
+    return [Chosen(index, sum_N[: index.numel()]) for index, sum_N in zip(own, sums, strict=True)]
 
 
 def value_sum_nbytes(count: int, world_size: int, *, sharded: bool) -> int:

@@ -175,8 +175,8 @@ class LowBitFSDPStrategy(SessionsStrategy, FSDPConstructor, ModelParallelStrateg
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         """A context that replaces Fabric's own, with which every micro-batch would be reduced."""
         yield
-        for session in self.sessions if enabled else ():  # no optimizer steps on these gradients
-            if session.serves(module):
+        for session in self.sessions:
+            if enabled and session.serves(module):  # no optimizer steps on these gradients
                 session.weights_unchanged()
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -91,8 +91,9 @@ class Reduction:
     def call_hooks(self, unused: set[Any]) -> None:
         """Call the hooks that were held back, for parameters that have a gradient after all."""
         for param, hooks in self._held_back:
-            for hook in list(hooks.values()) if param not in unused else ():
-                hook(param.sharded_param)
+            if param not in unused:
+                for hook in list(hooks.values()):
+                    hook(param.sharded_param)
 
 
 class Reductions:

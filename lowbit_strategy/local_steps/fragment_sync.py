@@ -59,8 +59,10 @@ class FragmentSync:
     @classmethod
     def from_state(cls, saved: Mapping[str, Any] | None, fragments: Sequence[Fragment]) -> FragmentSync | None:
         """Restore a synchronization; None if nothing was in flight, or the fragments' parameters have changed."""
-        for place, fragment in enumerate(fragments if saved is not None else ()):
-            if saved is not None and fragment.anchors.keys() == saved["means"].keys():
+        if saved is None:
+            return None
+        for place, fragment in enumerate(fragments):
+            if fragment.anchors.keys() == saved["means"].keys():
                 x_N = torch.empty(fragment.numel, dtype=torch.float32, device=fragment.sample.device)
                 for name, view in fragment.views(x_N).items():
                     view.copy_(saved["means"][name])

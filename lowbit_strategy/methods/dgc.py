@@ -192,9 +192,8 @@ class DGC(OwnPositions):
         if not views:
             return
         found, totals = self.accumulate_(views, state, comm)
-        sparse, whole = (
-            [i for i, view in enumerate(views) if self.is_dense(view.spec) is dense] for dense in (False, True)
-        )
+        whole = [i for i, view in enumerate(views) if self.is_dense(view.spec)]
+        sparse = [i for i, view in enumerate(views) if not self.is_dense(view.spec)]
         if sparse:
             picked = [views[i] for i in sparse], [found[i] for i in sparse], [totals[i] for i in sparse]
             yield from self.send(*picked, state, comm, step)

@@ -25,8 +25,8 @@ def check_second_moment(optimizer: Optimizer, *, local_steps: bool) -> None:
     if _is_unlike_adam(optimizer):
         raise ValueError(unsuitable(optimizer))
     decoupled = type(optimizer).__name__ in _DECOUPLED
-    for group in optimizer.param_groups if local_steps else ():
-        if group.get("weight_decay") and not (decoupled or group.get("decoupled_weight_decay")):
+    for group in optimizer.param_groups:
+        if local_steps and group.get("weight_decay") and not (decoupled or group.get("decoupled_weight_decay")):
             raise ValueError(
                 "second_moment=True with local steps needs a weight decay that is not part of the gradient, and"
                 f" {type(optimizer).__name__} adds {group['weight_decay']} times the weights: take AdamW, or leave"

@@ -175,8 +175,8 @@ class ResidualCallback(TrainerCallback):
         trainer = self._trainer
         trainer.log({name: value for name, value in metrics.items() if not is_of_group(name)})
         groups = {name: value for name, value in metrics.items() if is_of_group(name)}
-        for callback in trainer.callback_handler.callbacks if groups else ():
-            if not isinstance(callback, (PrinterCallback, ProgressCallback)):  # consoles, which print everything
+        for callback in trainer.callback_handler.callbacks:
+            if groups and not isinstance(callback, (PrinterCallback, ProgressCallback)):  # consoles print everything
                 callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(groups), model=trainer.model)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

@@ -115,9 +115,11 @@ class CodecStore(MethodStore):
             state[name] = {}
         self._by_hop: dict[str, StateTensors] = {"uplink": {}, "downlink": {}}
         arenas: list[Tensor] = []
-        for hop, codec in (("uplink", pair.uplink), ("downlink", pair.downlink))[: 1 if self._is_sharded else 2]:
+        hops = {"uplink": pair.uplink} if self._is_sharded else {"uplink": pair.uplink, "downlink": pair.downlink}
+        for hop, codec in hops.items():
             for key, arena in (codec.arenas() if isinstance(codec, StatefulCodec) else {}).items():
-                num_shares = comm.world_size if (arena.extent == "sender") == (hop == "uplink") else 1
+                covers_all_shares = arena.extent == ("sender" if hop == "uplink" else "receiver")
+                num_shares = comm.world_size if covers_all_shares else 1
                 unit = codec.block_size if arena.per_block else 1
                 values = torch.zeros(end * num_shares // unit, dtype=arena.dtype, device=device)
                 self._by_hop[hop][key] = values

@@ -104,10 +104,11 @@ class SparseCompressor(ReducingCompressor):
             order = {name: i for i, name in enumerate(state)}  # the model's order
             views = sorted(views, key=lambda view: order[view.spec.name])
         opened: ReducerState = dict(state)
-        for view in views if self.residual == "int8" else ():
-            name = view.spec.name
-            if (values := read_residual(state.get(name, {}))) is not None:
-                opened[name] = {**state[name], "residual": values[: view.spec.numel]}
+        if self.residual == "int8":
+            for view in views:
+                name = view.spec.name
+                if (values := read_residual(state.get(name, {}))) is not None:
+                    opened[name] = {**state[name], "residual": values[: view.spec.numel]}
         yield from self.reduce_float32(views, opened, comm, step)
         for name, tensors in opened.items():
             if tensors is state[name]:
