@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowbit_strategy.custom_loop import SyncOptions, attach_fsdp, prepare
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.methods.zoo.kernels import chunk_top_k, rotation
+from lowbit_strategy.second_moment import squares
+from lowbit_strategy.second_moment.exchange_steps import EVERY, steps_until_due
 
 STOCK = "stock"  # FSDP2 as it is
 ALONE = "alone"  # the model on one rank
 CORRECTED = ("eden", "efsignsgd", "loco1", "loco2", "loco_ternary", "onebitsgd")  # of Adam's second moment,
-SETTLED = 128  # from this step on as in all later ones
+_SETTLED = 160  # steps after which a parameter's squares are exchanged in one of `EVERY`
 _WIDTH = 64
 
 
@@ -100,7 +102,7 @@ def _operations(name: str, num_blocks: int, first: int, num: int) -> float:
     generator, total = torch.Generator().manual_seed(dist.get_rank()), 0
     for step in range(first + num):
         x = torch.randn(4, 8, 16, generator=generator)
-        with _counting() as counted:
+        with _counting() if step >= first else nullcontext() as counted:
             loss = module(x).square().mean()
             if session is not None:
                 session.begin_step()
@@ -109,7 +111,7 @@ def _operations(name: str, num_blocks: int, first: int, num: int) -> float:
             optimizer.zero_grad()
             if session is not None:
                 session.end_step()
-        total += counted.num if step >= first else 0
+        total += 0 if counted is None else counted.num
     if session is not None:
         session.close()
     return total / num
@@ -120,6 +122,7 @@ def of_a_module(rank: int, world_size: int, names: list[str]) -> dict[str, float
     found = {}
     os.environ[backends.OVERRIDE] = "torch"  # what has no kernel on a GPU is not to be C either
     for name in names:
-        span = (SETTLED, 32) if name in CORRECTED else (2, 2)  # in the first step tables and memory are made
-        found[name] = round((_operations(name, 3, *span) - _operations(name, 1, *span)) / 2, 1)
+        span = (EVERY, EVERY) if name in CORRECTED else (2, 2)  # in the first step tables and memory are made
+        with patch.object(squares, "steps_until_due", lambda age, turn: steps_until_due(_SETTLED + age, turn)):
+            found[name] = round((_operations(name, 3, *span) - _operations(name, 1, *span)) / 2, 1)
     return found

@@ -52,7 +52,7 @@ def test_no_preset_takes_more_than_is_written_down(names: tuple[str, ...]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(700)
 def test_correcting_the_second_moment_stays_below_three_times_as_well() -> None:
-    found = run_ranks(of_a_module, 2, [STOCK, *CORRECTED], timeout=1200)[0]
+    found = run_ranks(of_a_module, 2, [STOCK, *CORRECTED], timeout=600)[0]
     assert {name for name in CORRECTED if found[name] > MOST * found[STOCK]} == SLOW.intersection(CORRECTED)
