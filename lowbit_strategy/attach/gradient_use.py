@@ -146,13 +146,15 @@ class GradientUse(LearningRates):
         """Settle all parameters, because an optimizer that does not derive from torch's has stepped."""
         self._settle({name: param for name, param in self._params.items() if param.grad is not None})
 
-    def take_stepped(self, optimizer: Optimizer | None, *, is_known: bool) -> set[str] | None:
-        """A step ends: return the parameters stepped in it if that `is_known`, otherwise those that `optimizer` would
-        have stepped if a loss scaler had not skipped it. None: all, by an optimizer that is not torch's.
-        """
+    def take_stepped(self) -> set[str]:
+        """A step ends: return the parameters stepped in it."""
         stepped, self.stepped = self.stepped, set()
-        if is_known:
-            return stepped
+        return stepped
+
+    def would_step(self, optimizer: Optimizer | None) -> set[str] | None:
+        """The parameters that `optimizer` would have stepped if a loss scaler had not skipped it. None: all, by an
+        optimizer that is not torch's.
+        """
         return None if optimizer is None else set(self.owned_by(optimizer)) or None
 
     def roll_back_cleared(self) -> None:

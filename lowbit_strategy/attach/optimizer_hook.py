@@ -4,7 +4,6 @@ was never attached.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -34,10 +33,10 @@ def watch_optimizers(session: Any) -> None:
     _watching[session] = None
 
 
-def shares_parameters(session: Any) -> bool:
+def is_superseded(session: Any) -> bool:
     """Whether a later session has parameters of this one's model."""
-    since = itertools.dropwhile(lambda each: each is not session, list(_watching))
-    return _shares(session, itertools.islice(since, 1, None))
+    sessions = list(_watching)
+    return session in sessions and _shares(session, sessions[sessions.index(session) + 1 :])
 
 
 def _shares(session: Any, others: Iterable[Any]) -> bool:
@@ -77,7 +76,7 @@ def has_rate(optimizer: Optimizer) -> bool:
 def _on_step(optimizer: Optimizer, *_: Any) -> None:
     reducing = [each for each in _watching if each.sync.transactions.open]
     for session in list(_watching):
-        if session in reducing or not (_shares(session, reducing) or shares_parameters(session)):
+        if session in reducing or not (_shares(session, reducing) or is_superseded(session)):
             session.on_optimizer_step(optimizer)
     if _unattached and has_rate(optimizer):
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

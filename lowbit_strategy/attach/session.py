@@ -25,7 +25,7 @@ from lowbit_strategy.attach.mistakes import (
     UNFROZEN_UNDER_DDP,
     why_nothing_was_sent,
 )
-from lowbit_strategy.attach.optimizer_hook import shares_parameters, stop_watching, watch_optimizers
+from lowbit_strategy.attach.optimizer_hook import is_superseded, stop_watching, watch_optimizers
 from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.checkpoint.agreement import agree_on_stamp
@@ -158,7 +158,7 @@ class Session:
         """Steps 1 to 3 of `begin_step`, which a rank performs even if it runs the backward pass alone."""
         self.ended_by.update(dict.fromkeys(self.ended_by))
         self.sync.listeners.begin_pass(loss)
-        if self.is_in_rounds and shares_parameters(self):
+        if self.is_in_rounds and is_superseded(self):
             raise RuntimeError(SHARED_IN_ROUNDS)
         if not self.is_in_rounds:  # a synchronization would change weights that the forward pass has used
             self._end_open_step()
@@ -217,7 +217,7 @@ class Session:
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
         was_open, self._is_open = self._is_open, False
-        stepped = self._use.take_stepped(optimizer, is_known=was_open)
+        stepped = self._use.take_stepped() if was_open else self._use.would_step(optimizer)
         self._num_passes = self._num_passes if was_open else 0
         if self.is_in_rounds:
             self.pace.after_optimizer(optimizer)

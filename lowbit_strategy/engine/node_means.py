@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class NodeMeans:
         buffers.give_back(sent)
 
     def mean_of_rows(
-        self, layout: Callable[[], BucketLayout], x: Tensor, out_GN: Tensor, buffers: WireBuffers | None = None
+        self, layout: BucketLayout, x: Tensor, out_GN: Tensor, buffers: WireBuffers | None = None
     ) -> Stages:
         """The same for FSDP2's rows, one per rank of G nodes, or of this node only."""
         rows_LGN = x.view(len(out_GN), self._comm.world_size, -1).transpose(0, 1)

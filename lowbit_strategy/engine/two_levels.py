@@ -88,7 +88,7 @@ def reduce_scatter(
     between = sync.reduce(layout, mean_N, out, marks, ranks=ranks)  # called now: the engine counts buckets
     mean_GN = mean_N.view(-1, out.numel())
     buffers = None if overlaps else sync.buffers
-    inside = sync.node_means[intra_node].mean_of_rows(lambda: layout, x, mean_GN, buffers)
+    inside = sync.node_means[intra_node].mean_of_rows(layout, x, mean_GN, buffers)
     return Phases(inside, _summed(between, mean_N, out, num_inside))
 
 

@@ -108,9 +108,9 @@ class _ReduceScatter(DefaultAllocMixin, torch.distributed.fsdp._fully_shard._fsd
         self._reductions.end_outside()
         return result
 
-    def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
+    def _begin(self, params: list[Any], absent: set[str]) -> Reduction:
         names = [self._names[id(param)] for param in params]
-        return Reduction(params=params, names=names, absent=absent, is_sent=is_sent, device=self._sync.device)
+        return Reduction(params=params, names=names, absent=absent, is_sent=True, device=self._sync.device)
 
     def layout_for(self, numel: int) -> BucketLayout:
         """The layout of rows with `numel` elements, the number that FSDP2 has passed.
@@ -277,11 +277,13 @@ class HybridReduction(_ReduceScatter):
     _hook: Callable[[Tensor], None] | None = None  # the user's all-reduce hook
     _factor: float | None = None  # the user's divisor
 
-    def _begin(self, params: list[Any], absent: set[str], *, is_sent: bool = True) -> Reduction:
+    def _begin(self, params: list[Any], absent: set[str]) -> Reduction:
         waits = not (self._is_local or self._param_group.all_reduce_grads)
         absent = absent - self._kept_names
         self._kept_names = frozenset(self._names[id(param)] for param in params) - absent if waits else frozenset()
-        return super()._begin(params, absent, is_sent=not waits)
+        reduction = super()._begin(params, absent)
+        reduction.is_sent = not waits
+        return reduction
 
     @property
     def _is_local(self) -> bool:
@@ -308,7 +310,7 @@ class HybridReduction(_ReduceScatter):
     ) -> None:
         inside = self._ranks.intra_node
         assert inside is not None
-        layout = functools.partial(self.layout_for, output_tensor.numel())
+        layout = self.layout_for(output_tensor.numel())
         wait_for_all(self._sync.node_means[inside].mean_of_rows(layout, input_tensor, output_tensor.view(1, -1)))
 
     def all_reduce(self, reduced: Tensor) -> None:

@@ -54,10 +54,9 @@ class CodedMeans(NodeMeans):
         return self._exchange(cut.layout, lambda: cut.params, buffers).run(x, part_N, _NO_RANDOMNESS)
 
     def mean_of_rows(
-        self, layout: Callable[[], BucketLayout], x: Tensor, out_GN: Tensor, buffers: WireBuffers | None = None
+        self, layout: BucketLayout, x: Tensor, out_GN: Tensor, buffers: WireBuffers | None = None
     ) -> Iterator[Pending]:
-        found = layout()
-        names = found.names or tuple(name for name, _ in found.entries)
+        names = layout.names or tuple(name for name, _ in layout.entries)
 
         def params() -> Iterator[ParamView]:
             num_inside, (num_nodes, row_numel) = self._comm.world_size, out_GN.shape
@@ -70,7 +69,7 @@ class CodedMeans(NodeMeans):
                     yield ParamView(spec, num_inside, numel, start, row_numel, out_offset=node * row_numel + at)
                 at += numel
 
-        return self._exchange(found, params, self._buffers).run(x, out_GN.view(-1), _NO_RANDOMNESS)
+        return self._exchange(layout, params, self._buffers).run(x, out_GN.view(-1), _NO_RANDOMNESS)
 
     def end_step(self) -> None:
         self._buffers.reclaim()

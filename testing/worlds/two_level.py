@@ -158,7 +158,7 @@ class NodesWorld:
         layout = BucketLayout(own, alone=True, names=tuple(name for name, _ in entries))
         sync.begin_step()
         (means,) = sync.node_means.values()
-        _run(means.mean_of_rows(lambda: layout, x_WN.view(-1), out.view(1, -1)))
+        _run(means.mean_of_rows(layout, x_WN.view(-1), out.view(1, -1)))
         _run(sync.reduce(layout, out, out))
         return {name: out[at : at + row_length(grads[name].numel(), rows[name], index)] for name, at in entries}
 
