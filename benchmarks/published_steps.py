@@ -44,7 +44,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.reduced import ParamGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 TOLERANCE = 0.2
 LATENCY_S = 50e-6  # assumed everywhere: none states it

@@ -23,7 +23,7 @@ from lowbit_strategy.methods._base.low_rank import LowRankCompressor
 from lowbit_strategy.methods.entries import CLASSES
 from lowbit_strategy.methods.zoo.composed import Composed
 from lowbit_strategy.plan.plan import make_plan
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.register import strategy_names
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -39,7 +39,7 @@ from lowbit_strategy.attach.session import Session
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.sharded import end_iteration, reshard
-from lowbit_strategy.ranks.ranks import ShardSize, find_topology, resolve_shard_size
+from lowbit_strategy.ranks.topology import ShardSize, find_topology, resolve_shard_size
 
 _ATTRIBUTE = "lowbit"
 

@@ -16,7 +16,8 @@ from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.registry import PRESETS
-from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
+from lowbit_strategy.ranks.ranks import Ranks, make_ranks
+from lowbit_strategy.ranks.topology import find_topology
 from lowbit_strategy.version import __version__
 
 _AHEAD = 2.0  # times as long as the host needs to ask for what is timed, a GPU is kept busy

@@ -18,7 +18,7 @@ from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.round_plan import RoundPlan
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 _LATE = 10**6  # a step at which all warm-ups are over
 HELD_PER_PARAM = 16  # bytes: weight, gradient and two moments in float32; so it is with bf16-mixed

@@ -34,7 +34,7 @@ from lowbit_strategy.model.mesh import by_mesh, data_ranks, give_replicas
 from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.options.configuration import take_options, takes_options_of
 from lowbit_strategy.options.conversion import known_of, types_of, unknown_option
-from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
+from lowbit_strategy.ranks.topology import find_topology, resolve_shard_size
 
 Accumulate = Literal["local", "reduce"]
 _COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

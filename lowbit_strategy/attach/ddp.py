@@ -22,7 +22,8 @@ from lowbit_strategy.hooks.ddp import DDPHook, hooked
 from lowbit_strategy.inform import inform
 from lowbit_strategy.model.parallel_dims import model_group
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, device_of
-from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
+from lowbit_strategy.ranks.ranks import Ranks, make_ranks
+from lowbit_strategy.ranks.topology import find_topology
 
 
 def attach_ddp(

@@ -31,7 +31,8 @@ from lowbit_strategy.model.parameters import (
 )
 from lowbit_strategy.model.sharded import ShardedGroup, check_held, reshard, sharded_groups
 from lowbit_strategy.ranks.groups import group_of
-from lowbit_strategy.ranks.ranks import Ranks, find_topology, make_ranks
+from lowbit_strategy.ranks.ranks import Ranks, make_ranks
+from lowbit_strategy.ranks.topology import find_topology
 
 
 def attach_fsdp(

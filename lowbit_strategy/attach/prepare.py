@@ -23,7 +23,7 @@ from lowbit_strategy.methods.weight_codings import Exact, WeightCoding, default_
 from lowbit_strategy.model.fingerprint import fingerprint, to_plain
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.model.parameters import bring_back, describe_parameters, refuse_sparse_gradients
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 Wrapper = Literal["ddp", "fsdp", "hsdp"]
 _log = logging.getLogger("lowbit_strategy")

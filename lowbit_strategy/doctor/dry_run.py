@@ -35,7 +35,7 @@ from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.prepared import copies_residuals, extra_of
 from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.startup_report import Report
-from lowbit_strategy.ranks.ranks import Topology, resolve_shard_size
+from lowbit_strategy.ranks.topology import Topology, resolve_shard_size
 from lowbit_strategy.run import run_script
 
 

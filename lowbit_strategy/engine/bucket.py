@@ -1,7 +1,4 @@
-"""Buckets of gradients, and how each of their parameters is reduced.
-
-Under DDP, methods that look at the whole model wait for the last bucket, which reduces for all (`Collector`).
-"""
+"""Buckets of gradients, and how each of their parameters is reduced."""
 
 from __future__ import annotations
 
@@ -21,55 +18,10 @@ from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.carry_over import CarryOver
+from lowbit_strategy.engine.collector import Collector
 from lowbit_strategy.methods._base.codec_pair import CodecStore
 from lowbit_strategy.methods._base.method import Method, MethodStore, ReducerState
 from lowbit_strategy.methods._base.reducer import Reducer
-
-
-class Collector:
-    """Collects the views of one backward pass's buckets, for methods that need the whole model.
-
-    A bucket is announced when DDP hands it in, on the autograd thread, and arrives when a worker reduces it. The last
-    bucket may arrive before earlier ones, so it waits until all announced buckets have arrived.
-
-    Args:
-        names: All parameters, in the order in which methods see them, regardless of buckets.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._order = {name: at for at, name in enumerate(names)}
-        self._num_announced = 0
-        self._complete = True  # the last bucket of the pass has been announced
-        self._arrived: dict[Method, list[list[ParamView]]] = {}
-
-    def announce(self, *, first: bool, last: bool) -> None:
-        """Note that DDP has handed in a bucket, perhaps the `first` or the `last` of a pass. When a pass begins,
-        nothing is in flight, and anything left by a failed pass is dropped.
-        """
-        if self._complete or first:
-            self._num_announced, self._arrived = 0, {}
-        self._num_announced += 1
-        self._complete = last
-
-    def arrive(self, method: Method, views: list[ParamView]) -> None:
-        self._arrived.setdefault(method, []).append(views)
-
-    def misses(self, method: Method) -> bool:
-        """Whether the last bucket, which calls this, must wait for earlier ones."""
-        return len(self._arrived[method]) < self._num_announced
-
-    def views(self, method: Method) -> list[ParamView]:
-        """All views of the pass, in the order of the model's parameters."""
-        views = [view for bucket_views in self._arrived[method] for view in bucket_views]
-        return sorted(views, key=lambda view: self._order[view.spec.name])
-
-    def waits(self, method: Method) -> bool:
-        """Whether a bucket must wait because the last one has not reduced yet."""
-        return method in self._arrived
-
-    def finish(self, method: Method) -> None:
-        """Note that the last bucket has reduced for all."""
-        del self._arrived[method]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.collectives.step_flags import StepFlags
 from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.backward_pass import call_after_end, in_backward
-from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver, Collector
+from lowbit_strategy.engine.bucket import Bucket, BucketContext, BucketLayout, BucketObserver
 from lowbit_strategy.engine.bucket_schedule import Stages
+from lowbit_strategy.engine.collector import Collector
 from lowbit_strategy.engine.learning_rates import LearningRates
 from lowbit_strategy.engine.listeners import Listeners, StepPhase
 from lowbit_strategy.engine.method_state import MethodState

@@ -21,7 +21,7 @@ from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.extra import Extra
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.reduced import ParamGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noise than was measured
 

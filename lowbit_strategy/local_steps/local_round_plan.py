@@ -12,7 +12,7 @@ from lowbit_strategy.local_steps.header import NUM_FACTS, SAMPLE_NUMEL
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from lowbit_strategy.collectives.wire_buffers import WireBuffers
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.node_means import Cut, NodeMeans
-from lowbit_strategy.ranks.ranks import NodeCoding
+from lowbit_strategy.ranks.topology import NodeCoding
 
 _NO_RANDOMNESS = StepContext(0, 0, 0)
 

@@ -17,7 +17,7 @@ from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.engine.weight_sync import WeightSync
 from lowbit_strategy.plan.gradients import ReductionPlan
 from lowbit_strategy.plan.weight_bytes import module_weights
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 class Promise(NamedTuple):

@@ -9,7 +9,7 @@ from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.compressor import Assignment
 from lowbit_strategy.plan.messages import TransferGroup
 from lowbit_strategy.plan.reduced import ParamGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 class Extra:

@@ -17,7 +17,7 @@ from lowbit_strategy.methods._base.reducer import Reducer
 from lowbit_strategy.plan.levels import peer_level, peers_internode_fraction
 from lowbit_strategy.plan.messages import Message, TransferGroup
 from lowbit_strategy.plan.reduced import ParamGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 def node_transfer(

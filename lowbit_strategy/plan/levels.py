@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowbit_strategy.plan.messages import Level
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 def peer_level(topology: Topology) -> Level:

@@ -17,7 +17,7 @@ from lowbit_strategy.plan.messages import TransferGroup, internode_nbytes, step_
 from lowbit_strategy.plan.reduced import ParamGroup, ddp_buckets
 from lowbit_strategy.plan.round_plan import RoundPlan
 from lowbit_strategy.plan.weight_bytes import weight_transfers
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.methods._base.method import Method
 from lowbit_strategy.plan.messages import TransferGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 class RoundPlan(Protocol):

@@ -20,7 +20,8 @@ from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.lines import describe_weights, lines_of
 from lowbit_strategy.plan.mesh_dims import dims_of
-from lowbit_strategy.ranks.ranks import Ranks, Topology
+from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.ranks.topology import Topology
 
 _LONGEST_PHASE = 1 << 20
 

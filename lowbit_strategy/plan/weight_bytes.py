@@ -13,7 +13,7 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.plan.levels import ring_internode_fraction, world_internode_fraction
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Level, Message, TransferGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)

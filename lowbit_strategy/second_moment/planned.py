@@ -13,7 +13,7 @@ from lowbit_strategy.plan.gradients import peer_transfer, summed
 from lowbit_strategy.plan.messages import TransferGroup, step_nbytes
 from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.reduced import ParamGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.second_moment.exchange_steps import EVERY, turns
 from lowbit_strategy.second_moment.few_bits import few_bits
 from lowbit_strategy.second_moment.served import NUM_SUMS, ROOTS, SKETCH_NUMEL, served

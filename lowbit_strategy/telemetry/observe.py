@@ -19,7 +19,7 @@ from lowbit_strategy.engine.bucket import Bucket, BucketObserver
 from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
 from lowbit_strategy.telemetry.moments import Moment, now, seconds_between
 

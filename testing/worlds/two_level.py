@@ -21,7 +21,8 @@ from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.two_levels import TwoLevelBuckets, reduce_scatter
 from lowbit_strategy.methods._base.compressor import Compressor
-from lowbit_strategy.ranks.ranks import NodeCoding, Ranks
+from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.ranks.topology import NodeCoding
 from testing.worlds.threaded import ThreadedWorld
 
 Kind = Literal["ddp", "fsdp", "hsdp"]

@@ -26,7 +26,7 @@ from lowbit_strategy.auto import choice as running
 from lowbit_strategy.auto.choice import WARM_TRIED_STEPS
 from lowbit_strategy.control import Accordion
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
-from lowbit_strategy.ranks.ranks import find_topology
+from lowbit_strategy.ranks.topology import find_topology
 from testing.log import listen
 from testing.processes.node_size import nodes_of
 from testing.processes.scenarios import Facts, scenarios

@@ -16,7 +16,7 @@ pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from lowbit_strategy import DiLoCo, Elastic, LoCo
 from lowbit_strategy.accelerate import LowBitPlugin
-from lowbit_strategy.ranks.ranks import ShardSize
+from lowbit_strategy.ranks.topology import ShardSize
 from lowbit_strategy.transformers import attach
 from testing.processes.replicas import Replicas, ranks_of
 from testing.training.accelerated import fresh_state

@@ -30,7 +30,7 @@ from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.model.mesh import give_replicas
 from lowbit_strategy.model.sharded import sharded_groups
 from lowbit_strategy.plan.running import plan_of
-from lowbit_strategy.ranks.ranks import find_topology, resolve_shard_size
+from lowbit_strategy.ranks.topology import find_topology, resolve_shard_size
 from testing.counting.traffic import count_exchanges
 from testing.log import listen
 from testing.processes.node_size import nodes_of

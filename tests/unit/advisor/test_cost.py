@@ -23,7 +23,7 @@ from lowbit_strategy.methods._base.compressor import assign_all
 from lowbit_strategy.plan.messages import Message
 from lowbit_strategy.plan.plan import StepPlan, make_plan
 from lowbit_strategy.plan.reduced import ParamGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 SLOW = Link(0.01, 1e9 / 8)
 

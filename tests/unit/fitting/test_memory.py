@@ -19,7 +19,8 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.reduced import ParamGroup
 from lowbit_strategy.plan.running import plan_of
-from lowbit_strategy.ranks.ranks import Ranks, Topology
+from lowbit_strategy.ranks.ranks import Ranks
+from lowbit_strategy.ranks.topology import Topology
 from testing.invariants.harness import CONFIGURATIONS, SPECS, everything
 from testing.large_model import plan_of_llama
 from testing.worlds.single import engine, gradients, reduce_step

@@ -17,7 +17,7 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.reduced import ParamGroup
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 
 GPU = 80 * 10**9
 

@@ -16,7 +16,7 @@ from lowbit_strategy.methods.weight_codings import WeightCoding
 from lowbit_strategy.plan.plan import make_plan
 from lowbit_strategy.plan.reduced import ddp_buckets
 from lowbit_strategy.plan.running import plan_of
-from lowbit_strategy.ranks.ranks import Topology
+from lowbit_strategy.ranks.topology import Topology
 from testing.invariants.harness import CONFIGURATIONS, LAST_STEP, InvariantHarness
 from testing.large_model import plan_of_llama
 from testing.worlds.threaded import ThreadedWorld

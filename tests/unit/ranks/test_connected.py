@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lowbit_strategy.ranks.ranks import Topology, make_ranks
+from lowbit_strategy.ranks.ranks import make_ranks
+from lowbit_strategy.ranks.topology import Topology
 from testing.worlds.echo import Operations
 
 pytest.importorskip("triton", reason="triton is not installed")
