@@ -16,6 +16,7 @@ from lowbit_strategy.accelerate.prepared_control import AcceleratorLoop
 from lowbit_strategy.attach.assembly import warn_of_one_rank
 from lowbit_strategy.attach.ddp import attach_ddp, attach_replica
 from lowbit_strategy.attach.fsdp import attach_fsdp
+from lowbit_strategy.attach.on_module import OnModule
 from lowbit_strategy.attach.optimizer_hook import watch_optimizers
 from lowbit_strategy.attach.prepare import PreparedModel, prepare
 from lowbit_strategy.attach.session import Session
@@ -103,7 +104,7 @@ class PreparedModels:
         accelerator = self._accelerator
         session = attach(module, prepared, device=accelerator.device, has_scaler=accelerator.scaler is not None)
         earlier = self._take_out(session.module)
-        module.__dict__[_SLOT] = _OnModule(session)  # lives as long as the module
+        module.__dict__[_SLOT] = OnModule(session)  # lives as long as the module
         self._attached[module] = None
         free = max(self._numbers.values(), default=-1) + 1  # a freed session has no number
         self._numbers[session] = free if earlier is None else self._numbers.pop(earlier)
@@ -170,16 +171,6 @@ def _inner(model: nn.Module) -> nn.Module:
     return inner
 
 
-class _OnModule:
-    """Holds a module's session. Copies of the module have none."""
-
-    def __init__(self, session: Session | None = None) -> None:
-        self.session = session
-
-    def __reduce__(self) -> tuple[type[_OnModule], tuple[()]]:
-        return (_OnModule, ())
-
-
 def _session_of(model: nn.Module) -> Session | None:
     slot = _inner(model).__dict__.get(_SLOT)
-    return slot.session if isinstance(slot, _OnModule) else None
+    return slot.session if isinstance(slot, OnModule) else None

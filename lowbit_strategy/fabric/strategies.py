@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.constructors import DDPConstructor, FSDPConstructor, LowBitStrategy
 from lowbit_strategy.attach.ddp import attach_ddp
 from lowbit_strategy.attach.fsdp import attach_fsdp
+from lowbit_strategy.attach.on_module import OnModule
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.session import CHECKPOINT_KEY, Session
 from lowbit_strategy.checkpoint import residual_files
@@ -24,18 +25,23 @@ from lowbit_strategy.model.sharded import reshard
 
 from .stock import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 
+_SLOT = "_lowbit_fabric_session"
+
 
 class SessionsStrategy(LowBitStrategy, ParallelStrategy):
     """A strategy with one `Session` for each model that is set up."""
 
     def on_configured(self) -> None:
-        self._sessions: list[Session] = []
+        self._sessions: list[weakref.ref[Session]] = []  # held by their modules
         self._optimizers: list[weakref.ref[Any]] = []
 
     @property
     def sessions(self) -> list[Session]:
         """The open sessions; others have closed with their DDP wrappers."""
-        return [each for each in self._sessions if not each.is_closed]
+        return [each for each in self._known_sessions() if not each.is_closed]
+
+    def _known_sessions(self) -> list[Session]:
+        return [session for each in self._sessions if (session := each()) is not None]
 
     def attach(self, session: Session) -> None:
         """Take over a new session, which replaces an earlier one of the same module."""
@@ -43,14 +49,17 @@ class SessionsStrategy(LowBitStrategy, ParallelStrategy):
             lambda: [optimizer for each in self._optimizers if (optimizer := each()) is not None],
             lambda: self.loss_scaler,
         )
-        for index, earlier in enumerate(self._sessions):
-            if earlier.module is session.module:
-                session.adopt(earlier)
-                session.resume()
-                earlier.close()
-                self._sessions[index] = session
-                return
-        self._sessions = [*self.sessions, session]
+        known = self._known_sessions()
+        earlier = next((each for each in known if each.module is session.module), None)
+        if earlier is None:
+            known = [*self.sessions, session]
+        else:
+            session.adopt(earlier)
+            session.resume()
+            earlier.close()
+            known[known.index(earlier)] = session
+        self._sessions = list(map(weakref.ref, known))
+        vars(session.module)[_SLOT] = OnModule(session)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         for session in self.sessions:
