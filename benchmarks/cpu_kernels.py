@@ -29,8 +29,8 @@ from rich.table import Table
 
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 MEMCPY = "memcpy"

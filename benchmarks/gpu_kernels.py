@@ -28,8 +28,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lowbit_strategy.advisor.measured import device_seconds_of
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import FITTED_1, FITTED_2, check_case, codebook_format, core_cases

@@ -16,8 +16,8 @@ from benchmarks.gpu_acceptance.checks import Check, Figures, LeftOut
 from benchmarks.gpu_acceptance.processes import run_python
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import DenseFormat, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.row_cases import LARGE_ROTATIONS, ROTATIONS, check_chunks, check_rotations
 

@@ -25,9 +25,8 @@ _handles: list[Any] = []  # torch's hook, once per process
 
 
 def watch_optimizers(session: Any) -> None:
-    """Call a session, as long as it lives, after every step of a ``torch.optim`` optimizer, however the step is called.
-    It is now the latest session. Among sessions that share parameters, perhaps because they had the same model, those
-    with open reductions are called; if none has any, the latest.
+    """Call this session after every step of a ``torch.optim`` optimizer, as long as the session lives. If several
+    sessions share parameters, those with open reductions are called, or if there is none, the latest: this one now is.
     """
     stop_watching(session)
     _watching[session] = None

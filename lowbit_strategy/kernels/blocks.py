@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels import backends
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import DenseFormat, Format
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -45,7 +45,7 @@ class DeferredSignals:
         self._signals = {TERMINATE: signal.SIGTERM} | ({} if requeue is None else {REQUEUE: requeue})
         self._handlers: dict[int, list[Any]] = {}
         self._received = 0
-        self._answered = 0  # in advance: a scheduler signals all ranks, but not simultaneously
+        self._answered = 0  # signals answered before they arrived here: ranks get them at different times
         self._answers: tuple[Tensor, Any] | None = None  # all ranks' answers, in flight
 
     def install(self) -> None:

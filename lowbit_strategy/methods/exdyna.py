@@ -37,10 +37,10 @@ def balanced(sizes: Sequence[int], loads: Sequence[float], minimum: int) -> list
     if mean == 0:
         return sizes
     for i in range(len(sizes) - 1):
-        here, uplink = loads[i] / mean, loads[i + 1] / mean
-        if here > 1.05 and uplink < 0.952 and sizes[i] > minimum:
+        here, following = loads[i] / mean, loads[i + 1] / mean
+        if here > 1.05 and following < 0.952 and sizes[i] > minimum:
             sizes[i], sizes[i + 1] = sizes[i] - 1, sizes[i + 1] + 1
-        elif uplink > 1.05 and here < 0.952 and sizes[i + 1] > minimum:
+        elif following > 1.05 and here < 0.952 and sizes[i + 1] > minimum:
             sizes[i], sizes[i + 1] = sizes[i] + 1, sizes[i + 1] - 1
     return sizes
 
@@ -73,12 +73,12 @@ class ExDyna(CommonPositions):
     """Sparsification without sorting, in which ranks never choose the same position.
 
     The accumulated gradient ``h = g + e`` of the whole model (under FSDP2: of each module) is cut into 1024 blocks of a
-    multiple of 32 elements; contiguous blocks form W partitions. In step t, on every rank r:
+    multiple of 32 elements; contiguous blocks form W partitions. On every rank:
 
     1. ``h = g + e``
-    2. the threshold t follows the last step's count, ``r`` times the wanted one:
-       ``drift += 0.003 ln r; ln t += 0.02 ln r + drift``
-    3. ``|h| >= t`` in partition ``(step + rank) mod W`` only
+    2. the threshold tau follows the last step's count, ``ratio`` times the wanted one:
+       ``drift += 0.003 ln ratio; ln tau += 0.02 ln ratio + drift``
+    3. ``|h| >= tau`` in partition ``(step + rank) mod W`` only
     4. all ranks get all positions, and each rank contributes its own ``h`` there; ``e' = h``, but 0 there
     5. if a partition has more than 1.05 times the mean load and its neighbor less than 0.952 times, a block moves over;
        no partition falls below a quarter of an equal share

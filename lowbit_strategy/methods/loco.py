@@ -15,8 +15,8 @@ from lowbit_strategy.codecs.block import BlockCodec, Rounding
 from lowbit_strategy.collectives.layout import TensorSpec
 from lowbit_strategy.kernels.blocks import encode_
 from lowbit_strategy.kernels.codebooks import gaussian_codebook, lloyd_max, unbiased_lloyd_max
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.methods._base.code_sizes import check_bits
 from lowbit_strategy.methods._base.codec_pair import CodecPair

@@ -32,9 +32,10 @@ class PowerSGD(LowRankCompressor):
     4. the result is ``P Q^T``, the same on all ranks
     5. ``e' = M - P Q^T``
 
-    Sums are formed in rank order, so results depend neither on buckets nor on the backend. Steps 2 and 4 use no library
-    decomposition or product, so ranks with different types of GPUs get the same bits. Under FSDP2 every rank has the
-    whole local gradient, so the same factors are reduced, and each rank computes its own rows.
+    Sums are formed in rank order, so results depend neither on buckets nor on the backend. Every rank
+    computes the orthonormal columns and step 4 for itself, without a library routine, so ranks with different types of
+    GPUs get the same bits. Under FSDP2 every rank has the whole local gradient, so the same factors are reduced, and
+    each rank computes its own rows.
 
     Args:
         start_step: Gradients are sent uncompressed until this step, because early gradients are the least low-rank.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.codebooks import unbiased_lloyd_max
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, e2m1, ternary, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.reference import dense as reference_dense
 from lowbit_strategy.kernels.segments import Segment, Segments

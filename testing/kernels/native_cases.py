@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 
 SPECIAL = (0.0, -0.0, 1e-45, 1e-40, 1.2e-38, 1e30, 3e38, 3.4e38, float("inf"), float("-inf"), float("nan"))

@@ -9,8 +9,8 @@ import torch
 
 from lowbit_strategy.advisor.measured import device_seconds_of
 from lowbit_strategy.kernels.blocks import decode_sum_, encode_
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.cases import Case, cases, check_case, check_dense, check_sources

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, Format
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import ISA_OVERRIDE, function, kernels_for, threads
 from lowbit_strategy.kernels.segments import Segments
 

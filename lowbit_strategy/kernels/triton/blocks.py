@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segments
 from lowbit_strategy.kernels.triton.encode import encode_kernel
 from lowbit_strategy.kernels.triton.layout import How, Launch, decode_launch, device_format, encode_launch, signed

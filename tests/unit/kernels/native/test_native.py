@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lowbit_strategy.kernels import backends, native
 from lowbit_strategy.kernels.blocks import encode_
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, e2m1, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference import blocks as reference_blocks
 from lowbit_strategy.kernels.segments import Segment, Segments
 from testing.kernels.native_cases import (

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lowbit_strategy.kernels import native
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.native import threads
 from lowbit_strategy.kernels.native.blocks import call_struct
 from lowbit_strategy.kernels.segments import Segment, Segments

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit_strategy.kernels.codebooks import lloyd_max
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, e2m1, ternary, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.reference.blocks import (
     decode_sum_,
     encode_,

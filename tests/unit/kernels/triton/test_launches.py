@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 if torch.cuda.is_available():
     pytest.skip("kernels would be compiled for another GPU", allow_module_level=True)
 
+from lowbit_strategy.kernels.feedback import Feedback
 from lowbit_strategy.kernels.format import BlockFormat, DenseFormat, Format, uniform
-from lowbit_strategy.kernels.loco import Feedback
 from lowbit_strategy.kernels.segments import Segment, Segments
 from lowbit_strategy.kernels.triton import blocks, dense
 from testing.cuda.stub_driver import calls_of, launches

@@ -1,4 +1,4 @@
-"""LoCo's residual, and how the pass that encodes updates it."""
+"""Error feedback in the pass that encodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Feedback(NamedTuple):
-    """LoCo's residual, and how the pass that encodes updates it.
+    """LoCo's residual, with `beta` of 0 the classic one, and how the pass that encodes updates it.
 
     For each block, all in float32:
 
@@ -23,7 +23,7 @@ class Feedback(NamedTuple):
     Args:
         residual: int8 with `residual_scale`, or float32 without it; 1-D, whole blocks. Updated in place.
         residual_scale: bfloat16, one per block of `residual`. Updated in place.
-        beta: Weight of the old error, in [0, 1). 0 is classic error feedback.
+        beta: Weight of the old error, in [0, 1).
         reset: Set the residual to zero before this step.
         stochastic: Round the int8 residual at random, so that increments below half a step are not lost.
 
