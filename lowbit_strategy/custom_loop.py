@@ -119,10 +119,7 @@ def adapt(sync: GradientSync, controller: Controller, clock: Callable[[int], Pro
     Raises:
         ValueError: The controller does not support this model, or there is one already.
     """
-    control = control_of(sync)
-    if clock is not None:
-        control.clock = clock
-    return control.adapt(controller)
+    return control_of(sync).adapt(controller, clock)
 
 
 @takes_options_of(MonitorOptions)
@@ -146,11 +143,8 @@ def monitor(
         TypeError: There is no such option.
         ValueError: An option has the wrong type or is out of range, or there is a monitor already.
     """
-    control = control_of(sync)
-    observer = control.monitor(MonitorOptions.of(*args, **kwargs))
-    control.log = log
-    control.folder = None if record is None else Path(record)
-    return observer
+    folder = None if record is None else Path(record)
+    return control_of(sync).monitor(MonitorOptions.of(*args, **kwargs), log=log, folder=folder)
 
 
 def compress(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from lowbit_strategy.accelerate.clock import TrainingClock
-from lowbit_strategy.adaptation.model_control import ModelControl
+from lowbit_strategy.adaptation.model_control import Log, ModelControl
+from lowbit_strategy.control.base import Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.telemetry.metric_names import for_model
 
@@ -23,8 +23,6 @@ class AcceleratorLoop:
 
     Attributes:
         clock: Counts steps and epochs.
-        log: Receives metrics and their step, on every rank.
-        has_log: Returns whether anything receives them.
         folder: Folder of the record; None: there is none.
         accumulates: Whether the loop uses ``accelerator.accumulate``.
     """
@@ -33,11 +31,27 @@ class AcceleratorLoop:
         self.plugin = plugin
         self.accelerator = accelerator
         self.clock = TrainingClock(accelerator, plugin.num_steps, plugin.steps_per_epoch)
-        self.log: Callable[[dict[str, float], int], Any] = accelerator.log
-        self.has_log: Callable[[], bool] = lambda: bool(accelerator.trackers)
+        self._trainers_log: Log | None = None
         record = accelerator.logging_dir if plugin.record is True else plugin.record
         self.folder = None if record is None or record is False else Path(record)
         self.accumulates = False
+
+    def follow_trainer(self, log: Log, folder: Path, num_steps: int | None) -> None:
+        """The HF Trainer trains the models. `folder`: its output folder; `num_steps`: None if nothing is trained."""
+        self._trainers_log = log
+        if self.plugin.record is True:
+            self.folder = folder
+        if self.plugin.num_steps is None and num_steps is not None:
+            self.clock.num_steps = num_steps
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Log metrics. Called on every rank."""
+        (self._trainers_log or self.accelerator.log)(metrics, step)
+
+    @property
+    def has_log(self) -> bool:
+        """Whether anything receives what is logged. The HF Trainer has its own history at least."""
+        return self._trainers_log is not None or bool(self.accelerator.trackers)
 
     def control(self, sync: GradientSync, number: int, *, alone: bool) -> PreparedControl | None:
         """Make the control of the model with this number, before a checkpoint is loaded into it. `alone`: whether no
@@ -67,8 +81,7 @@ class PreparedControl(ModelControl):
     """
 
     def __init__(self, sync: GradientSync, loop: AcceleratorLoop, number: int) -> None:
-        super().__init__(sync, loop.clock, lambda metrics, step: loop.log(for_model(metrics, number), step))
-        self.has_log = lambda: loop.has_log()
+        super().__init__(sync)
         self._loop, self._number = loop, number
         if loop.plugin.controller is not None:
             self.adapt(loop.plugin.controller)
@@ -76,6 +89,16 @@ class PreparedControl(ModelControl):
         if loop.plugin.monitor is not None:
             self.monitor(loop.plugin.monitor)
         self.take_effect()
+
+    def clock(self, step: int) -> Progress:
+        return self._loop.clock(step)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._loop.log(for_model(metrics, self._number), step)
+
+    @property
+    def has_log(self) -> bool:
+        return self._loop.has_log
 
     def begin(self, **fields: Any) -> None:
         """Training begins or continues.

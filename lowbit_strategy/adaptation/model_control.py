@@ -2,8 +2,8 @@
 
 The session tells it when a backward pass begins and when a checkpoint has been loaded, the engine when a step begins
 and ends. An adapter makes one when the model is attached, before a checkpoint is loaded, and gives it a controller, a
-monitor, or both (`adapt`, `monitor`), a clock, a function that receives metrics, and a folder. The adapter applies the
-controller's accumulation and learning rate factor in the framework: `take_effect`, `scaled`.
+monitor, or both (`adapt`, `monitor`). A framework's own subclass knows the progress, receives metrics, and applies the
+controller's accumulation and learning rate factor (`take_effect`, `scaled`).
 """
 
 from __future__ import annotations
@@ -43,30 +43,18 @@ class ModelControl(StepListener):
 
     Args:
         sync: The engine.
-        clock: Gives the `Progress` of a step; the same on all ranks. By default only steps are counted. Without a
-            learning rate in it, the first one of an optimizer known to the session is used.
-        log: Receives metrics and their step on every rank; None: metrics are not logged.
 
     Attributes:
         driver: The running controller, if there is one.
         observer: The running monitor, if there is one.
         loss: Loss of the last batch, if known: a number, or a tensor with one element.
-        has_log: Returns whether anything receives logged metrics.
         factor: The controller's current factor on learning rates.
         folder: The folder in which `begin` opens the record; None: there is no record.
         begun: Whether training has begun and no checkpoint has been loaded since.
     """
 
-    def __init__(
-        self,
-        sync: GradientSync,
-        clock: ProgressClock | None = None,
-        log: Log | None = None,
-    ) -> None:
+    def __init__(self, sync: GradientSync) -> None:
         self.sync = sync
-        self.clock = clock or (lambda step: Progress(step=step))
-        self.log = log
-        self.has_log: Callable[[], bool] = lambda: self.log is not None
         self.driver: AdaptiveDriver | None = None
         self.observer: Observer | None = None
         self.options: MonitorOptions | None = None
@@ -74,6 +62,9 @@ class ModelControl(StepListener):
         self.factor = 1.0
         self.folder: Path | None = None
         self.begun = False
+        self._given_clock: ProgressClock | None = None
+        self._given_log: Log | None = None
+        self._optimizer: Optimizer | None = None  # the one whose learning rate is shown
         self._record: Any = None
         self._bounds: State = {}  # how often groups were out of bounds
         self._shown: Observation | None = None  # the last reported observation
@@ -90,10 +81,24 @@ class ModelControl(StepListener):
         found = [each for each in sync.listeners[StepPhase.RECORD] if isinstance(each, ModelControl)]
         return found[0] if found else None
 
+    # -- the training loop, overridden by a framework's control --------------------------------------------------------
+
+    def clock(self, step: int) -> Progress:
+        """The progress of a step; the same on all ranks. Without a learning rate, the session's optimizers have it."""
+        return Progress(step=step)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Log metrics. Called on every rank."""
+
+    @property
+    def has_log(self) -> bool:
+        """Whether anything receives what is logged."""
+        return False
+
     # -- its parts ----------------------------------------------------------------------------------------------------
 
-    def adapt(self, controller: Controller) -> AdaptiveDriver:
-        """Let `controller` choose compressors from the next step on.
+    def adapt(self, controller: Controller, clock: ProgressClock | None = None) -> AdaptiveDriver:
+        """Let `controller` choose compressors from the next step on. `clock` replaces this object's.
 
         Raises:
             ValueError: There is a controller already, or this one does not support the model.
@@ -109,13 +114,28 @@ class ModelControl(StepListener):
                 f"{type(self.sync.compressor).__name__} chooses this model's compressor, so"
                 f" {type(controller).__name__} cannot as well: give a compressor, or leave the controller out"
             )
+        if clock is not None:
+            self._given_clock, self._optimizer = clock, None
         driver = AdaptiveDriver(controller, clock=self.progress)
         driver.attach(self.sync)
         self.driver = driver
         return driver
 
-    def monitor(self, options: MonitorOptions) -> Observer:
-        """Observe steps as `options` say.
+    def monitor(
+        self,
+        options: MonitorOptions,
+        *,
+        log: Log | None = None,
+        folder: Path | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> Observer:
+        """Observe steps.
+
+        Args:
+            options: What to observe, and when.
+            log: Receives metrics and their step, in place of this object's `log`.
+            folder: The folder of the record.
+            optimizer: The optimizer whose learning rate is shown.
 
         Raises:
             ValueError: There is a monitor already.
@@ -123,6 +143,7 @@ class ModelControl(StepListener):
         if self.observer is not None:
             raise ValueError("this model already has a monitor: give one, with the smaller every_n_steps")
         every = options.every_n_steps
+        self._given_log, self.folder, self._optimizer = log, folder or self.folder, optimizer
         self.options, self.begun = options, False  # the record begins with the next backward pass
         self.observer = Observer(
             self.sync,
@@ -138,7 +159,9 @@ class ModelControl(StepListener):
 
     def progress(self, step: int) -> Progress:
         """The progress of training when this step begins."""
-        progress = self.clock(step)
+        progress = (self._given_clock or self.clock)(step)
+        if self._optimizer is not None:
+            return replace(progress, learning_rate=self._optimizer.param_groups[0]["lr"])
         if progress.learning_rate is not None:
             return progress
         return replace(progress, learning_rate=self.sync.learning_rates.first_rate())
@@ -175,7 +198,7 @@ class ModelControl(StepListener):
                 self._record.start(self, **fields)
             else:
                 _log.warning("%s", _RECORD.warning)
-        if self.observer is not None and self.folder is None and not self.has_log() and self.sync.ranks.logs:
+        if self.observer is not None and self.folder is None and not self._is_logged and self.sync.ranks.logs:
             _log.warning(
                 "the compression monitor has no logger and no folder for its record, so its measurements are lost:"
                 " give the trainer a logger (tracker), or the monitor a folder, such as record='runs/1'"
@@ -267,9 +290,16 @@ class ModelControl(StepListener):
     def _observation(self) -> Observation | None:
         return None if self.observer is None else self.observer.last
 
+    @property
+    def _is_logged(self) -> bool:
+        return self._given_log is not None or self.has_log
+
+    def _send(self, metrics: dict[str, float], step: int) -> None:
+        (self._given_log or self.log)(metrics, step)
+
     def _report_observation(self, observation: Observation) -> None:
-        if self.log is not None:
-            self.log(observation_metrics(observation), observation.step)
+        if self._is_logged:
+            self._send(observation_metrics(observation), observation.step)
         texts = self._out_of_bounds(observation) + self._not_finite(observation)
         if self._record is not None:
             self._record.observed(observation, self._progress or Progress(step=observation.step), self.loss, texts)
@@ -312,17 +342,19 @@ class ModelControl(StepListener):
             if driver.levels and self.sync.ranks.logs:  # the start-up report again
                 name = type(driver.controller).__name__
                 inform("training starts at the levels that %s chose:\n%s", name, render_reports(self.sync))
-        if self.log is None and self._record is None:  # the loop itself reads the driver's lists
+        if not self._is_logged and self._record is None:  # the loop itself reads the driver's lists
             return
         if not driver.events and not driver.warnings and not first:
             return
         events, driver.events = driver.events, []
         warnings, driver.warnings = driver.warnings, []
         step = events[-1].step if events else max(self.sync.step_index - 1, 0)
-        if self.log is not None:
+        if self._is_logged:
             accumulation = driver.accumulation or self.accumulation or 1
             metrics = {"accumulation": accumulation, "learning_rate_factor": driver.learning_rate_factor}
-            self.log(level_metrics(driver) | {metric_name(what): float(value) for what, value in metrics.items()}, step)
+            self._send(
+                level_metrics(driver) | {metric_name(what): float(value) for what, value in metrics.items()}, step
+            )
         if self._record is not None:
             self._record.decided(driver, events, warnings, step)
 

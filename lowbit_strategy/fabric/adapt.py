@@ -88,12 +88,10 @@ def monitor(
         optimizer: See `adapt`.
         record: A folder for the record that `lowbit report` draws.
     """
-    sync = engine_of(fabric, model)
-    if optimizer is not None:
-        control = custom_loop.control_of(sync)
-        if isinstance(control.clock, custom_loop.LoopClock):
-            control.clock.optimizer = optimizer
-        else:
-            control.clock = custom_loop.LoopClock(optimizer)
-    log = fabric.log_dict if fabric.loggers else None
-    return custom_loop.monitor(sync, log, *args, record=record, **kwargs)
+    control = custom_loop.control_of(engine_of(fabric, model))
+    return control.monitor(
+        MonitorOptions.of(*args, **kwargs),
+        log=fabric.log_dict if fabric.loggers else None,
+        folder=None if record is None else Path(record),
+        optimizer=optimizer,
+    )

@@ -20,17 +20,20 @@ class TrainerControl(ModelControl):
     """
 
     def __init__(self, sync: GradientSync, trainer: Any) -> None:
-        super().__init__(sync, self._progress_at, self._log)
+        super().__init__(sync)
         self._trainer = trainer
         self._max_steps = trainer.max_steps  # a learning rate finder changes it for its own steps
         self._length: tuple[int | None, int | None] | None = None  # optimizer steps of the run and of an epoch
-        self.has_log = lambda: bool(trainer.loggers)
 
-    def _log(self, metrics: dict[str, float], step: int) -> None:
+    def log(self, metrics: dict[str, float], step: int) -> None:
         for logger in self._trainer.loggers:  # regardless of the loggers' interval: the metrics are this step's
             logger.log_metrics(dict(metrics), step=step)
 
-    def _progress_at(self, step: int) -> Progress:
+    @property
+    def has_log(self) -> bool:
+        return bool(self._trainer.loggers)
+
+    def clock(self, step: int) -> Progress:
         if self._length is None:
             self._measure_early()
         num_steps, steps_per_epoch = self._length or (None, None)

@@ -49,7 +49,7 @@ class RunRecord:
         self.write(
             "start",
             sync.step_index,
-            num_steps=control.clock(sync.step_index).num_steps,
+            num_steps=control.progress(sync.step_index).num_steps,
             world_size=sync.ranks.world_size,
             layout="reduce-scatter" if sync.sharded else "all-reduce",
             ranks="; ".join(ranks.topology.label for ranks in sync.all_ranks),

@@ -162,16 +162,14 @@ class ResidualCallback(TrainerCallback):
             _marks(state)[_MARK] = {}
 
     def _control(self, binding: Binding, args: TrainingArguments, state: TrainerState) -> None:
-        loop, sync = binding.loop, binding.sync
-        loop.log = lambda metrics, step: self._log(metrics)  # the Trainer's step is the same
-        loop.has_log = lambda: True  # at least its own history
-        if binding.plugin.record is True:
-            loop.folder = Path(str(args.output_dir))
-        if binding.plugin.num_steps is None and sync is not None:
-            loop.clock.num_steps = sync.step_index + state.max_steps - state.global_step
+        sync = binding.sync
+        num_steps = None if sync is None else sync.step_index + state.max_steps - state.global_step
+        binding.loop.follow_trainer(self._log, Path(str(args.output_dir)), num_steps)
 
-    def _log(self, metrics: dict[str, float]) -> None:
-        """Log metrics as the Trainer does, but not to the console, because a large model has dozens of groups."""
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        """Log metrics as the Trainer does, whose step is the same, but not to the console, because a large model has
+        dozens of groups.
+        """
         trainer = self._trainer
         trainer.log({name: value for name, value in metrics.items() if not is_of_group(name)})
         groups = {name: value for name, value in metrics.items() if is_of_group(name)}
