@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 serve()
 
-_IN_FRAMEWORKS = {  # names that are looked for here, and where they are
+_IN_FRAMEWORKS = {  # names that users look for here, and their locations
     "LowBitDDPStrategy": "lowbit_strategy.lightning (or .pytorch_lightning, .fabric, .lightning_fabric)",
     "LowBitFSDPStrategy": "lowbit_strategy.lightning (or .pytorch_lightning, .fabric, .lightning_fabric)",
     "AdaptiveCompression": "lowbit_strategy.lightning (or .pytorch_lightning)",
@@ -68,8 +68,8 @@ _IN_FRAMEWORKS = {  # names that are looked for here, and where they are
     "LowBitPlugin": "lowbit_strategy.accelerate",
     "LowBitAccelerator": "lowbit_strategy.accelerate",
     "attach": "lowbit_strategy.transformers",
-    "adapt": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
-    "monitor": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for a loop of your own",
+    "adapt": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for your own loop",
+    "monitor": "lowbit_strategy.fabric, or lowbit_strategy.custom_loop for your own loop",
     "SyncOptions": "lowbit_strategy.custom_loop",
 }
 
@@ -80,14 +80,14 @@ def _look_up(name: str) -> object:
     Names that need a framework live in that framework's module, so nothing here imports one.
 
     Raises:
-        AttributeError: There is no such name. If there is a hint it is an ImportError for an import statement, which
-            would replace the words of an AttributeError.
+        AttributeError: There is no such name. With a hint it is an ImportError for import statements, which would
+            replace the message of an AttributeError.
     """
     error = ImportError if "importlib" in sys._getframe(1).f_code.co_filename else AttributeError
     if name in _IN_FRAMEWORKS:
         raise error(f"{name} is in {_IN_FRAMEWORKS[name]}, not in lowbit_strategy itself")
     missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    is_module = importlib.util.find_spec(f"{__name__}.{name}") is not None  # an import statement goes on to it
+    is_module = importlib.util.find_spec(f"{__name__}.{name}") is not None  # an import statement then imports it
     if is_module or (name.startswith("_") and name != "__all__"):
         raise missing
     from lowbit_strategy import leaves
@@ -109,7 +109,7 @@ def _look_up(name: str) -> object:
 
 
 def _targets() -> dict[str, str]:
-    """Names that have an entry, and where they are: compressors' classes and parts that can be left out."""
+    """Names that have an entry, and their locations: compressors' classes and optional parts."""
     from lowbit_strategy import leaves
     from lowbit_strategy.methods.entries import CLASSES
 
@@ -122,12 +122,12 @@ def _offered() -> dict[str, object]:
     names = [each for each in vars(exports) if each == "__version__" or not each.startswith("_")]
     offered = {each: getattr(exports, each) for each in names}
     for each, target in _targets().items():
-        with contextlib.suppress(leaves.MissingPart):  # also where a part needs another
+        with contextlib.suppress(leaves.MissingPart):  # even if a part needs a missing one
             offered[each] = leaves.load(target, each)
     return offered | {"__all__": sorted(offered)}
 
 
-if not TYPE_CHECKING:  # type checkers know every name, and would take any other for one
+if not TYPE_CHECKING:  # type checkers know every name, and would accept any other
     __getattr__ = _look_up
 
 

@@ -1,7 +1,7 @@
 """Installing the package is enough: ``import torch`` ends by calling `autoload`, an entry point of ``torch.backends``.
 
-1. wait for the first import of a framework module that we serve; until then nothing is imported
-2. once that module has been imported, call our function that serves it
+1. wait for the first import of a framework module that we support; until then nothing is imported
+2. once that module has been imported, call our function for it
 
 ``import lowbit_strategy`` does the same if torch has not.
 """
@@ -22,7 +22,7 @@ VARIABLE = "LOWBIT_CONFIG"  # the section as JSON, or the path of a file that ho
 
 _STRATEGIES = "lowbit_strategy.register:register_names"
 _ACCELERATE = "lowbit_strategy.config_file.accelerate_hooks"
-_SERVED = {  # a framework's module: the function of ours that is called with it
+_SERVED = {  # a framework's module: our function that is called with it
     "lightning.pytorch.strategies": _STRATEGIES,
     "pytorch_lightning.strategies": _STRATEGIES,
     "lightning.fabric.strategies": _STRATEGIES,
@@ -32,7 +32,7 @@ _SERVED = {  # a framework's module: the function of ours that is called with it
     "accelerate.commands.config.config_args": f"{_ACCELERATE}:serve_files",
     "accelerate.utils.launch": f"{_ACCELERATE}:serve_launchers",
 }
-_WATCHED = ("torch.optim.optimizer", f"{_ACCELERATE}:watch_optimizers")  # where a section is in the environment
+_WATCHED = ("torch.optim.optimizer", f"{_ACCELERATE}:watch_optimizers")  # if a section is in the environment
 
 _log = logging.getLogger("lowbit_strategy")
 _before_torch = "torch" not in sys.modules  # a script has imported this package
@@ -53,7 +53,7 @@ def autoload() -> None:
 
 
 def serve() -> None:
-    """Serve the frameworks that are already imported, and the others as soon as they are. Further calls do nothing."""
+    """Support frameworks that are already imported, and the others as soon as they are. Further calls do nothing."""
     if os.environ.get(VARIABLE) and _WATCHED[0] in sys.modules:
         _call(_WATCHED[1], sys.modules[_WATCHED[0]])
     if _Waiting.done:
@@ -90,17 +90,17 @@ class _Waiting:
                 else:
                     register_post_import_hook(_serve, name)
         except Exception as error:
-            _log.warning("lowbit_strategy serves no framework in this process: %r", error)
+            _log.warning("lowbit_strategy supports no framework in this process: %r", error)
 
 
 def _is_being_imported(module: ModuleType | None) -> bool:
-    """Whether a module is still executing: it may be the one that imports torch. The mark is importlib's own."""
+    """Whether a module is still executing: it may be the one that imports torch. The mark is importlib's."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _serve_when_done(name: str) -> None:
-    """Wait until importlib takes its mark off the executed module. Its package is no help: transformers replaces its
-    own package during import.
+    """Wait until importlib removes its mark from the executed module. The package does not help: transformers replaces
+    its own package during import.
     """
     spec: Any = sys.modules[name].__spec__
     kind = type(spec)
@@ -121,9 +121,9 @@ def _serve(module: ModuleType) -> None:
 
 
 def _call(function: str, module: ModuleType) -> None:
-    """An error of ours must not break somebody else's import."""
+    """Call `function`; an error in it must not break the user's import."""
     try:
         where, _, name = function.partition(":")
         getattr(importlib.import_module(where), name)(module)
     except Exception as error:
-        _log.warning("lowbit_strategy cannot serve %s: %r", module.__name__, error)
+        _log.warning("lowbit_strategy cannot support %s: %r", module.__name__, error)

@@ -36,7 +36,7 @@ class _Commands(TyperGroup):
             return None
         settings: dict[str, Any] = {
             "allow_interspersed_args": cmd_name != "doctor"
-        }  # after a script: its own arguments
+        }  # after a script come its own arguments
         try:
             function, text = load(COMMANDS[cmd_name], f"lowbit {cmd_name}"), None
         except MissingPart as error:

@@ -27,10 +27,10 @@ from lowbit_strategy.kernels.integers import Planes
 __all__ = ["Bounded", "Code", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 _BLOCK = 128
-_PLANE_NBYTES = _BLOCK // 8  # one bit of every element
+_PLANE_NBYTES = _BLOCK // 8  # one bit per element
 _RAW = 255  # the width of a block that travels as float32
 _RAW_NBYTES = 4 * _BLOCK
-_LARGEST = 2**23  # above, neighboring float32 are further apart than the bound allows
+_LARGEST = 2**23  # above this, neighboring float32 numbers are further apart than the bound allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def all_reduce(
         A tensor of the shape and dtype of `x`.
 
     Raises:
-        ValueError: `x` has no floats; `codec` or `op` is none of those above.
+        ValueError: `x` has no floats; `codec` or `op` is none of the above.
     """
 
     def forward(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def reduce_scatter(
         ``[n, ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: `x` has no floats; dim 0 is not divisible by the number of ranks; `codec` or `op` is none of those
+        ValueError: `x` has no floats; dim 0 is not divisible by the number of ranks; `codec` or `op` is none of the
             above.
     """
 
@@ -190,7 +190,7 @@ def all_gather(
 
     Args:
         x: Floats, ``[n, ...]``, of the same shape on all ranks.
-        codec: See `all_reduce`. The own part is decoded too: all ranks have the same result.
+        codec: See `all_reduce`. A rank's own part is also decoded, so all ranks have the same result.
         backward: Codec of the gradients; None: `codec`.
         group: The default group if None.
         seed: See `all_reduce`.
@@ -199,7 +199,7 @@ def all_gather(
         ``[W * n, ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: `x` has no floats; `codec` is none of those above.
+        ValueError: `x` has no floats; `codec` is none of the above.
     """
     back = codec if backward is None else backward
 
@@ -236,7 +236,7 @@ def all_to_all(
         ``[sum(output_splits), ...]`` in the dtype of `x`.
 
     Raises:
-        ValueError: `x` has no floats; splits do not fit; `codec` is none of those above.
+        ValueError: `x` has no floats; splits do not fit; `codec` is none of the above.
     """
     world_size = dist.get_world_size(group)
     ins = _splits(x, input_splits, world_size, "input_splits")
@@ -258,7 +258,7 @@ def all_to_all(
 
 
 class _Collective(torch.autograd.Function):
-    """``forward`` of a tensor, and ``backward`` of the gradient of what it returns."""
+    """Runs `forward` on a tensor, and `backward` on the gradient of its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Transform, backward: Transform) -> Tensor:
@@ -319,14 +319,14 @@ class _Coder:
 
 
 def _send(messages: Sequence[Tensor], code: _Coder, comm: Comm, numels: Sequence[int], seed: int) -> list[Tensor]:
-    """Sends one tensor to each rank, and decodes one of `numels` elements from each, float32."""
+    """Send one tensor to each rank, and decode one of `numels` elements from each, float32."""
     wires = [code.encode(message, seed + rank) for rank, message in enumerate(messages)]
     received = _transport(wires, comm, [code.nbytes(numel) for numel in numels])
     return [code.decode(wire, numel) for wire, numel in zip(received, numels, strict=True)]
 
 
 def _gather(x_N: Tensor, code: _Coder, comm: Comm, numels: Sequence[int], seed: int) -> list[Tensor]:
-    """Sends one tensor to all ranks, and decodes theirs."""
+    """Send one tensor to all ranks, and decode theirs."""
     wire = code.encode(x_N.detach(), seed)
     received = _transport([wire] * comm.world_size, comm, [code.nbytes(numel) for numel in numels])
     return [code.decode(each, numel) for each, numel in zip(received, numels, strict=True)]

@@ -1,4 +1,4 @@
-"""Shows messages such as the start-up report to everyone, whether or not logging has been set up."""
+"""Shows messages such as the start-up report, whether or not logging has been set up."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 PACKAGE = __name__.partition(".")[0]
 
-_OFFERED = {  # by parts, in `lowbit_strategy` itself
+_OFFERED = {  # names that parts add to `lowbit_strategy` itself
     "lowbit_strategy.auto": ("Auto",),
     "lowbit_strategy.divergence": ("DivergenceError",),
     "lowbit_strategy.elastic": ("Elastic", "ElasticSampler"),
@@ -29,7 +29,7 @@ class NeededBy(NamedTuple):
 
     Args:
         target: ``module:name`` that makes an `attach.part.Part` from the options.
-        unasked: What it does if the user does not ask for it; empty: nothing.
+        unasked: What it does without the user's request; empty: nothing.
     """
 
     target: str
@@ -37,11 +37,11 @@ class NeededBy(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """The warning that nothing does this, because the part is not installed."""
+        """The warning that this is not done, because the part is not installed."""
         return f"{missing(self.target)} is missing, so this run goes without {self.unasked}: reinstall lowbit-strategy"
 
 
-PARTS = {  # by the option that asks for it, if one does
+PARTS = {  # by the option that requests the part, if there is one
     "max_residual": NeededBy("lowbit_strategy.residual_rules.bounded:MaxResidual"),
     "follows_rate": NeededBy("lowbit_strategy.residual_rules.followed_rates:FollowsRate"),
     "check_digest": NeededBy(
@@ -49,7 +49,7 @@ PARTS = {  # by the option that asks for it, if one does
     ),
     "far_links": NeededBy(
         "lowbit_strategy.far_links.far_links_option:FarLinksOption",
-        "another transport where ranks are far apart, on CPUs (far_links)",
+        "the transport for ranks that are far apart, on CPUs (far_links)",
     ),
     "intra": NeededBy("lowbit_strategy.node_codes.intra_option:NodeCodesOption"),
     "memory": NeededBy(
@@ -70,7 +70,7 @@ def load(target: str, asked_for: str) -> Any:
 
     Args:
         target: ``module:name``, of this package.
-        asked_for: What needs it, in the user's words.
+        asked_for: What needs it, in user-facing terms.
 
     Raises:
         MissingPart: The module, or a part that it needs, is not installed.

@@ -19,8 +19,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-_PATIENCE_S = 2.0  # a connection was lost: all others notice at once
-_PATIENCE_AFTER_TIMEOUT_S = 10.0  # ranks have begun to wait at different times
+_PATIENCE_S = 2.0  # after a lost connection: all others notice at once
+_PATIENCE_AFTER_TIMEOUT_S = 10.0  # after a timeout: ranks began to wait at different times
 _POLL_S = 0.05
 _TIMEOUT = re.compile("timed out|timeout", re.IGNORECASE)  # gloo says it in several ways
 _LIBRARIES = tuple(filter(None, (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))))
@@ -35,7 +35,9 @@ class LostRankError(RuntimeError):
 
 @contextlib.contextmanager
 def naming_lost_ranks(group: dist.ProcessGroup | None, what: str, place: str) -> Iterator[None]:
-    """Args:
+    """A context for an exchange: if it fails, the error names the ranks that did not take part.
+
+    Args:
         group: The process group of the exchange in this context.
         what: Name of the exchange.
         place: Name of the step.
@@ -71,12 +73,12 @@ def _message(group: dist.ProcessGroup | None, mine: str, error: str) -> str:
         names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
         advice = (
             f"{names} did not answer: ended, killed, or busy with something that the other ranks do not do. The first"
-            " error is in the output of that rank"
+            " error is in that rank's output"
         )
     elif without := [rank for rank, note in notes.items() if note is not None and note.endswith(_NO_MEMORY)]:
         advice = f"rank {without[0]} had no memory left (OutOfMemoryError): use less there"
     else:
-        advice = "all ranks answered: look for what some of them do and others do not, such as a validation"
+        advice = "all ranks answered: look for something that only some of them do, such as a validation"
     return f"an exchange between ranks failed. {places}. {advice}. {reported}"
 
 

@@ -147,7 +147,7 @@ class _Wire(Metric):
 
         Args:
             nbytes: Bytes that this rank sent.
-            numel: Elements that these bytes stand for, counting every hop: an all-reduce of N elements over W ranks
+            numel: Elements that these bytes represent, counting every hop: an all-reduce of N elements over W ranks
                 sends ``2 * (W - 1) / W * N``, a reduce-scatter half of that.
 
         Raises:

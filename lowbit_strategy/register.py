@@ -29,7 +29,7 @@ _REGISTRIES = {
 }
 
 COMPRESSORS = list(ENTRIES)
-_PACKAGE = "lowbit"  # chooses
+_PACKAGE = "lowbit"  # lets the package choose
 
 # As Lightning registers its own "ddp".
 _START_METHODS = {"": None, "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -46,14 +46,14 @@ def register_compressor(name: str, compressor: Compressor) -> None:
         compressor: A configuration.
 
     Raises:
-        ValueError: The name is taken or has another form.
+        ValueError: The name is taken or has an invalid form.
     """
     from lowbit_strategy.methods.registry import PRESETS
 
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name must be lower-case letters, digits and underscores, got {name!r}")
     if PRESETS.get(name) == compressor:
-        return  # the module has been imported under two names
+        return  # the module was imported under two names
     if name in {*COMPRESSORS, *RULES}:
         raise ValueError(f"there is a compressor or outer rule called {name!r} already: choose another name")
     PRESETS[name] = compressor

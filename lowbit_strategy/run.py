@@ -1,5 +1,5 @@
-"""Runs an Accelerate or Hugging Face Trainer script with compressed gradients, if it would not find this package by
-itself.
+"""Runs an Accelerate or Hugging Face Trainer script with compressed gradients, if the script would not find this
+package by itself.
 
     python -m lowbit_strategy.run [--lowbit_config FILE] train.py --its-own-args
     python -m lowbit_strategy.run [--lowbit_config FILE] -m package.train --its-own-args

@@ -26,14 +26,16 @@ def check_finite(owner: object, *, least: float, **values: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Args:
-    latency_s: Seconds from one end to the other.
-    nbytes_per_s: Bytes per second, of long messages.
-    measured: Bytes of messages and the seconds each took beyond the latency, in rising order. Short messages are often
-        faster than the rate of long ones says. Empty: the rate holds for all.
-    ring: The link as the framework's own collectives find it: in rings, which may be slower than messages to each
-        other. Latency and bytes are those of one of the messages in series that a plan counts. None: the same.
-    latency_spread, rate_spread: By which part of it measurements of it differ.
+    """A link between ranks or machines.
+
+    Args:
+        latency_s: One-way latency in seconds.
+        nbytes_per_s: Bytes per second, for long messages.
+        measured: Bytes of messages and the seconds each took beyond the latency, in rising order. Short messages are
+            often faster than the rate of long ones suggests. Empty: the rate holds for all.
+        ring: The link as seen by the framework's own collectives: in rings, which may be slower than direct messages.
+            Latency and bytes are those of one of the consecutive messages that a plan counts. None: the same.
+        latency_spread, rate_spread: Relative spread of the measurements.
     """
 
     latency_s: float
@@ -171,11 +173,10 @@ class Bench:
 
 
 def read_bench(path: Path) -> Bench:
-    """Args:
-    path: Written by `lowbit bench`.
+    """Read the results of `lowbit bench`.
 
     Raises:
-        ValueError: The file does not exist, is of another kind, or comes from another version.
+        ValueError: The file does not exist, is of the wrong kind, or comes from a different version.
     """
     try:
         content = json.loads(path.read_text())

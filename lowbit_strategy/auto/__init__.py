@@ -1,3 +1,3 @@
-"""`Auto`, which times the framework's own steps and those of compressors, and keeps what is faster."""
+"""`Auto`, which times the framework's own steps and those of compressors, and keeps the faster ones."""
 
 from lowbit_strategy.auto.auto import Auto as Auto

@@ -41,15 +41,15 @@ from lowbit_strategy.methods.weight_codings import Exact, WeightCode, WeightCodi
 from lowbit_strategy.plan.step_times import StepClock
 
 EXTRA_STATE_KEY = "auto"
-WARM_STEPS = 3  # of the framework's own, before any is timed
+WARM_STEPS = 3  # the framework's own steps before timing
 OWN_STEPS = 8
-WARM_TRIED_STEPS = 2  # DDP rebuilds its buckets after the first
-MOST_TIMED_STEPS = 8  # of one candidate
-MOST_TRIED_STEPS = 20  # of all candidates, with the one that sends their residuals
-TOO_SLOW = 2.0  # times the framework's own step: a candidate whose first timed step takes longer is given up
-LOOK_EVERY = 200  # settled steps between two looks, which the ranks take together; the first comes sooner
-LOOKED_AT = 50  # of them, the last ones, are timed
-CHANGED = 1.5  # or its inverse, of the step when it was chosen: choose again
+WARM_TRIED_STEPS = 2  # a candidate's steps before timing; DDP rebuilds its buckets after the first
+MOST_TIMED_STEPS = 8  # per candidate
+MOST_TRIED_STEPS = 20  # for all candidates, including the one that sends their residuals
+TOO_SLOW = 2.0  # a candidate whose first timed step takes this many of the framework's own steps is dropped
+LOOK_EVERY = 200  # settled steps between two checks, which ranks make together; the first comes sooner
+LOOKED_AT = 50  # the last ones of them are timed
+CHANGED = 1.5  # choose again if steps have changed by this factor or its inverse
 _MOST_EMPTYING_STEPS = 3
 _ROOM = "lowbit_strategy.fitting.fit:room_for"
 _KEPT = "lowbit_strategy.fitting.memory:kept_nbytes_of"
@@ -78,12 +78,12 @@ def candidates(auto: Auto, wrapper: Wrapper, weights: WeightCoding | None) -> li
     Args:
         auto: The user's `Auto`.
         wrapper: What wraps the model.
-        weights: Chosen by the user; None: not chosen.
+        weights: The user's choice; None: none.
     """
     found = [Candidate("loco", _keeping(PRESETS["loco"], auto))]
     if auto.quality == "close":
         found.append(Candidate("loco2", _keeping(PRESETS["loco2"], auto)))
-    if wrapper != "fsdp":  # FSDP2 has a type for reduction of its own, mp_policy
+    if wrapper != "fsdp":  # FSDP2 has its own type for reduction, in mp_policy
         found.append(Candidate("bf16", Dense(dtype="bfloat16")))
     if wrapper == "ddp":
         return found
@@ -148,13 +148,13 @@ class AutoChoice(Pace):
         self._all = candidates(self.auto, prepared.wrapper, prepared.options.weights)
         self._clock = StepClock(sync.device)
         self._forward_hook: RemovableHandle | None = None
-        self._own: Timed | None = None  # in the trial under way, or the last one
-        self._waiting: list[Candidate] = []  # to be tried
+        self._own: Timed | None = None  # in the current or last trial
+        self._waiting: list[Candidate] = []  # candidates still to be tried
         self._tried: list[tuple[Candidate, Timed]] = []
-        self._num_timed = 0  # steps of each candidate
+        self._num_timed = 0  # timed steps per candidate
         self._reference_s: float | None = None
         self._patience = LOOK_EVERY
-        self._coding: WeightCoding | None = None  # in force while the engine reduces
+        self._coding: WeightCoding | None = None  # in use while the engine reduces
         self._time_baseline()
         sync.save_with(EXTRA_STATE_KEY, self)
 
@@ -173,8 +173,8 @@ class AutoChoice(Pace):
         self.switch.rewrapped(model)
 
     def _begin_with_forward(self, model: nn.Module) -> None:
-        """End a step that nobody has ended before the next forward pass: what reduces gradients must not change between
-        a forward pass, which prepares it, and its backward pass.
+        """End a step that has not been ended before the next forward pass: the reduction must not change between a
+        forward pass, which prepares it, and its backward pass.
         """
         session_of = self._session
 
@@ -210,7 +210,7 @@ class AutoChoice(Pace):
             {"own": self._try_all, "try": self._next, "empty": self._emptied, "settled": self._look}[self.phase]()
 
     def _begin(self, num_steps: int, num_timed: int) -> None:
-        """Count steps again. The last ones are timed."""
+        """Restart the count of steps. The last ones are timed."""
         self._remaining, self._timed = num_steps, num_timed
         if num_steps == num_timed:
             self._clock.start()
@@ -226,7 +226,7 @@ class AutoChoice(Pace):
         self._begin(WARM_STEPS + OWN_STEPS, OWN_STEPS)
 
     def _try_all(self) -> None:
-        """The framework's own steps have been timed: begin to try what fits."""
+        """Begin to try candidates that fit, after the framework's own steps have been timed."""
         self._own, self._tried, self.trial_s = Timed("without compression", self._slowest()), [], 0.0
         fits = zip(*gathered([self._fits(each) for each in self._all], self.sync.ranks.everyone.group), strict=True)
         self._waiting = [each for each, on_ranks in zip(self._all, fits, strict=True) if all(on_ranks)]
@@ -313,13 +313,13 @@ class AutoChoice(Pace):
             return
         self.phase = "own"
         self.switch.give_back()
-        if self._own is None:  # a checkpoint has been loaded that was written while something was tried
+        if self._own is None:  # a checkpoint that was written during a trial has been loaded
             self._restart()
         else:
             self._settle_own()
 
     def _unsent(self) -> bool:
-        """Whether anything waits for gradients that have not arrived."""
+        """Whether any residual waits for gradients that have not arrived."""
         return bool(self.sync.state.carryover.waiting)
 
     def _settle_own(self) -> None:
@@ -348,7 +348,7 @@ class AutoChoice(Pace):
         self._inform(
             f"a step takes {seconds:.3g} s and took {self._reference_s:.3g} s when this was chosen: looking again"
         )
-        self._patience *= 2  # what keeps changing is looked at less and less
+        self._patience *= 2  # if steps keep changing, check less and less often
         self._own = None
         if self.active is None:
             self._restart()
@@ -375,7 +375,7 @@ class AutoChoice(Pace):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what had been chosen; otherwise the trial starts over."""
+        """Continue with the earlier choice; without one the trial starts over."""
         chosen = [each for each in self._all if each.name == state["chosen"]]
         is_same_run = state["settled"] and state["world_size"] == self.sync.ranks.world_size
         if not is_same_run or (state["chosen"] is not None and not chosen):
@@ -387,7 +387,7 @@ class AutoChoice(Pace):
         self._begin(LOOK_EVERY, min(LOOK_EVERY, LOOKED_AT))
 
     def after_load(self) -> None:
-        """A checkpoint's residuals have been loaded on all ranks. Residuals that nothing would send are sent first."""
+        """After loading residuals from a checkpoint, on all ranks, first send those that nothing else would send."""
         if self.active is None and any(gathered(self._unsent(), self.sync.ranks.everyone.group)):
             self._empty()
             self._take(self._coding)

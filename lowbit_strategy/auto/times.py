@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AUTO_MAX_STEP_RATIO = 0.97  # of the framework's own step: what is not faster than that is not worth having
-MIN_WIN_RATE = 0.8  # of all pairs of two steps: so often the one is faster, which chance does one time in thirty
+AUTO_MAX_STEP_RATIO = 0.97  # relative to the framework's own step; anything slower is not worth using
+MIN_WIN_RATE = 0.8  # fraction of all pairs of steps in which one is faster; chance gives this once in thirty times
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Verdict:
 def decide(own: Timed, tried: Sequence[Timed]) -> Verdict:
     """The fastest of the candidates that are certainly faster than the framework's own steps."""
     if not tried:
-        return Verdict(None, "no candidate fits into the memory")
+        return Verdict(None, "no candidate fits into memory")
     measured = ", ".join(str(each) for each in (own, *tried))
     faster = [at for at, each in enumerate(tried) if each.median <= AUTO_MAX_STEP_RATIO * own.median]
     if not faster:
-        return Verdict(None, f"nothing that was tried is faster than the framework's own step: {measured}")
+        return Verdict(None, f"no candidate is faster than the framework's own step: {measured}")
     certain = [at for at in faster if tried[at].is_certainly_faster(own)]
     if not certain:
-        return Verdict(None, f"step times vary too much to tell what is faster, so nothing is changed: {measured}")
+        return Verdict(None, f"step times vary too much to tell which is faster, so nothing is changed: {measured}")
     best = min(certain, key=lambda at: tried[at].median)
     return Verdict(best, f"{own.median / tried[best].median:.2f} times as fast as the framework's own step: {measured}")

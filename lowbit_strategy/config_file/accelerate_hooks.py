@@ -6,9 +6,10 @@ train with it.
 2. ``launch`` uses the fields of a file for flags that were not given
 3. before processes are started, the section and the kind of run are checked, and the section is put into their
    environment
-4. there it is attached to every new `Accelerator`
+4. in the processes it is attached to every new `Accelerator`
 
-What is slow is imported when there is a section and something is made: Accelerate's own imports wait for this module.
+Slow modules are imported only if there is a section and an object is made, since Accelerate's own imports wait for this
+module.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _LAUNCHERS = ("prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env", "prepare_tpu")
-_OTHER_WAYS = tuple(  # of training compressed
+_OTHER_WAYS = tuple(  # other ways to train with compression
     f"lowbit_strategy.{name}"
     for name in ("lightning", "pytorch_lightning", "fabric", "lightning_fabric", "custom_loop")
 )
 _log = logging.getLogger("lowbit_strategy")
-_accelerators: list[Accelerator] = []  # that have a section's plugin, or had it
+_accelerators: list[Accelerator] = []  # accelerators that have or had a section's plugin
 
 
 def serve_files(module: Any) -> None:
@@ -88,8 +89,8 @@ def _check_and_prepare(prepare: Callable[..., Any], _: Any, args: tuple[Any, ...
     num_processes = args[0].num_processes or 1
     if os.environ.get(VARIABLE) and num_processes > 1 and kind_of(args[0]) == "NO" and not args[0].mpirun_hostfile:
         inform(
-            "accelerate launch starts one process on CPU, not %d, and one sends no gradients: distributed_type"
-            " MULTI_GPU and ACCELERATE_USE_CPU=true in front of the command start all",
+            "accelerate launch starts one process on CPU, not %d, and a single process sends no gradients: use"
+            " distributed_type MULTI_GPU with ACCELERATE_USE_CPU=true in front of the command to start all",
             num_processes,
         )
     return prepare(*args, **kwargs)
@@ -190,8 +191,8 @@ def _check_training() -> None:
     distributed = any(each.num_processes > 1 for each in _accelerators)
     if distributed and not any(binding.sessions for binding in bindings):
         _log.warning(
-            "the script steps an optimizer before any model has gone through accelerator.prepare: what is trained"
-            " there is not compressed"
+            "the script steps an optimizer before any model has gone through accelerator.prepare: that training is not"
+            " compressed"
         )
 
 
@@ -199,5 +200,5 @@ def _leave() -> None:
     """Destroy process groups for scripts that do not: gloo sometimes aborts if a process ends with open groups."""
     import torch.distributed as dist
 
-    if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an exception others may still be waiting
+    if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an exception other ranks may still be waiting
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""``lowbit config``. What is slow is imported when it is called."""
+"""``lowbit config``. Slow modules are imported when it is called."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def plugin_from_section(given: object) -> LowBitPlugin:
     """Make the plugin that a section describes.
 
     Raises:
-        ValueError: A key or a name is unknown (the message has the nearest valid one), or a value has the wrong type or
-            is out of range.
+        ValueError: A key or a name is unknown (the message names the nearest valid one), or a value has the wrong type
+            or is out of range.
     """
     section = section_of({SECTION: given}, SECTION)
     ours: Section = {key: section.pop(key) for key in OTHER_KEYS if key in section}

@@ -1,1 +1,1 @@
-"""`lowbit doctor`: what this machine will use, and what a script would compress."""
+"""`lowbit doctor`: reports what this machine will use, and what a script would compress."""

@@ -28,7 +28,7 @@ from lowbit_strategy.version import __version__
 ENTRY = {"group": "torch.backends", "name": "lowbit_strategy"}  # the entry point that `import torch` calls
 
 TESTED = {"torch": "2.14", "lightning": "2.6", "accelerate": "1.15", "transformers": "5.23"}  # the newest releases
-_OPTIONAL = {  # what they are for
+_OPTIONAL = {  # and their purpose
     "triton": "needed on GPUs: comes with PyTorch's builds for CUDA",
     "pytorch-lightning": "only for scripts that import pytorch_lightning",
     "transformers": "only for the Hugging Face Trainer",
@@ -36,7 +36,7 @@ _OPTIONAL = {  # what they are for
     "jinja2": "only for lowbit report: pip install 'lowbit-strategy[report]'",
 }
 TRITON_ADVICE = (
-    "install PyTorch's build for CUDA (https://pytorch.org/get-started/locally), which brings the Triton that fits it"
+    "install PyTorch's build for CUDA (https://pytorch.org/get-started/locally), which includes a matching Triton"
 )
 # Releases that steal credentials when they are imported. The same code is distributed under several names.
 _MALICIOUS = SpecifierSet("!=2.6.2,!=2.6.3")
@@ -208,14 +208,14 @@ def _backends() -> Iterator[Finding]:
     import torch.distributed as dist
 
     if not dist.is_available():
-        yield Finding("problem", "torch.distributed", "not in this build of torch", "install another build of torch")
+        yield Finding("problem", "torch.distributed", "not in this build of torch", "use a different build of torch")
         return
     for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
         yield Finding("ok" if available else "note", name, "available" if available else "not in this build of torch")
 
 
 _TCP = Path("/proc/sys/net/ipv4")
-_FAR = 1e9 * 0.15 / 8  # bytes on the way at 1 Gbit/s and a round trip of 150 ms
+_FAR = 1e9 * 0.15 / 8  # bytes in flight at 1 Gbit/s and a round trip of 150 ms
 _FAR_PAGE = "docs/far-links.md"
 
 
@@ -223,7 +223,7 @@ def examine_far_links(root: Path = _TCP) -> Iterator[Finding]:
     """Check socket buffers and slow start after idle, if the kernel shows them."""
     if (text := _read(root / "tcp_rmem")) is not None:
         largest = int(text.split()[-1])
-        advice = f"on a link of R bit/s and a round trip of T seconds it has to be R * T / 8 bytes: {_FAR_PAGE}"
+        advice = f"for a link of R bit/s with a round trip of T seconds it must be R * T / 8 bytes: {_FAR_PAGE}"
         yield _judged("net.ipv4.tcp_rmem", f"at most {largest / 1e6:.1f} MB", largest < _FAR, advice)
     if (text := _read(root / "tcp_slow_start_after_idle")) is not None:
         advice = f"far links: every step begins slowly; sysctl -w net.ipv4.tcp_slow_start_after_idle=0: {_FAR_PAGE}"
@@ -248,7 +248,7 @@ def _strategies() -> Iterator[Finding]:
 
 
 def why_not_found() -> str | None:
-    """Why new processes will not find this package by themselves, or None if they will."""
+    """The reason why new processes will not find this package by themselves, or None if they will."""
     for switch in (autoload.SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         if os.environ.get(switch, "1") == "0":
             return f"{switch}=0 turns it off"

@@ -56,8 +56,8 @@ class Planned:
     def __post_init__(self) -> None:
         if self.world_size % self.num_nodes:
             raise ValueError(
-                f"{self.world_size} processes on {self.num_nodes} machines: the numbers given are of all machines"
-                " together, and every machine has to have the same number"
+                f"{self.world_size} processes on {self.num_nodes} machines: the number is that of all machines"
+                " together, and every machine must have the same number"
             )
 
 
@@ -188,7 +188,7 @@ def _layouts(module: nn.Module) -> dict[str, ModuleLayout]:
 
 
 def install(plugin: LowBitPlugin, planned: Planned) -> None:
-    """Let the script end with a report when it prepares its first model that is to be trained.
+    """Let the script end with a report when it prepares its first model for training.
 
     Args:
         plugin: Configuration.

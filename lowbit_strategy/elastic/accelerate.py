@@ -19,12 +19,12 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class ReplicaBinding:
-    """The part of a binding if replicas come and go. It wraps more of the accelerator's methods:
+    """The part of a binding for replicas that come and go. It wraps more of the accelerator's methods:
 
-    | of the accelerator | becomes |
+    | wrapped method | added behavior |
     |---|---|
     | `prepare_data_loader` | each replica gets its own samples |
-    | `prepare_model`, `_prepare_fsdp2` | the model's replica knows the data |
+    | `prepare_model`, `_prepare_fsdp2` | gives the data to the model's replica |
     | `backward` | samples are counted first |
 
     Args:
@@ -77,7 +77,7 @@ class ReplicaBinding:
             return loader
         if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler or sampler.replacement:
             _log.warning(
-                "lowbit_strategy: elastic leaves this %s as it is: make sure that replicas have different samples",
+                "lowbit_strategy: elastic leaves this %s unchanged: make sure that replicas have different samples",
                 type(loader).__name__,
             )
             return loader
@@ -90,13 +90,13 @@ class ReplicaBinding:
         return DataLoader(**{name: getattr(loader, name) for name in kept}, sampler=self._sampler)
 
     def check(self, models: Collection[Any]) -> None:
-        """A model is about to be prepared.
+        """Check models that are about to be prepared.
 
         Raises:
             ValueError: There already is one.
         """
         if models:
-            raise ValueError("elastic serves one model per Accelerator: give a second one its own Accelerator")
+            raise ValueError("elastic supports one model per Accelerator: give a second one its own Accelerator")
 
     def make_own_group(self) -> None:
         """Make a process group of this process alone, for comparisons and checkpoints that need all ranks."""
@@ -115,7 +115,7 @@ class ReplicaBinding:
         return all(session.pace.writes_checkpoints for session in self._binding.sessions)
 
     def adapt_trainer(self, trainer: Any) -> None:
-        """A Hugging Face Trainer is made."""
+        """Adapt a new Hugging Face Trainer."""
         transformers.adapt(trainer)
 
 
@@ -123,7 +123,7 @@ def _log_steps(steps: int) -> None:
     if steps == 0:
         return
     _log.warning(
-        "lowbit_strategy: this replica continues where the others are, after optimizer step %d: let your loop go by"
-        " accelerator.lowbit.sync.step_index, and bring schedules there in accelerator.lowbit.replica.on_healed",
+        "lowbit_strategy: this replica continues where the others are, after optimizer step %d: let your loop follow"
+        " accelerator.lowbit.sync.step_index, and advance schedules to it in accelerator.lowbit.replica.on_healed",
         steps,
     )

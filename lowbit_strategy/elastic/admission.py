@@ -1,5 +1,5 @@
-"""Finds the replicas that fit, for the first rank of a replica. torchft's `Manager` takes any replica, whatever its
-model or options.
+"""Finds compatible replicas, for the first rank of a replica. torchft's `Manager` accepts any replica, regardless of
+its model or options.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class RefusedError(RuntimeError):
-    """This replica does not fit the replicas that are training."""
+    """This replica is not compatible with the replicas that are training."""
 
 
 class Admission:
-    """The first rank of a replica: it registers the replica at the lighthouse, says in a store what the replica trains,
-    and asks which others train the same.
+    """The first rank of a replica: it registers the replica at the lighthouse, publishes in a store what the replica
+    trains, and finds others that train the same.
 
     Args:
-        options: The user's.
-        facts: What must be the same on all replicas, as plain values by names that a user knows.
+        options: The user's options.
+        facts: Values that must be the same on all replicas, by user-facing names.
 
     Attributes:
-        identity: The replica's.
+        identity: The replica's identity.
 
     Raises:
         ImportError: torchft is not installed.
@@ -48,7 +48,7 @@ class Admission:
     def __init__(self, options: Elastic, facts: Mapping[str, object]) -> None:
         self._options = options
         self._facts = {name: str(value) for name, value in facts.items()}
-        self._has_met = False  # others that fit
+        self._has_met = False  # whether compatible replicas were met
         address = options.address or address_towards(options.lighthouse_address)
         self._store = dist.TCPStore(address, 0, None, True, wait_for_workers=False)
         self._store.set(_FACTS, json.dumps(self._facts))
@@ -64,13 +64,13 @@ class Admission:
         """Wait for `min_replicas` replicas that train the same, this one included.
 
         Args:
-            min_replicas: Replicas that there must be at least.
+            min_replicas: Minimum number of replicas.
             round_index: Number of times that members have met.
-            num_failures: Number of exchanges that have failed since one has succeeded.
+            num_failures: Number of exchanges that have failed since the last success.
             check_end: Raises an error if this process has been asked to end.
 
         Raises:
-            RefusedError: This replica does not fit the others, or another has its name.
+            RefusedError: This replica is not compatible with the others, or one of them has its name.
             ConnectionError: The lighthouse does not answer, or there are too few replicas, for `Elastic.patience`.
         """
         deadline = Patience(self._options.patience, check_end)
@@ -86,19 +86,19 @@ class Admission:
             )
 
     def met(self) -> None:
-        """This replica is connected to the others."""
+        """Note that this replica is connected to the others."""
         self._has_met = True
         self._store.set(_MET, "")
 
     def end(self) -> None:
-        """The others stop waiting for this replica."""
+        """Make the others stop waiting for this replica."""
         self._registration.end()
 
     def _fitting(self, quorum: Quorum) -> tuple[Identity, ...]:
         """The replicas that train the same as this one, in rank order.
 
         Raises:
-            RefusedError: This replica is new, and does not fit the one that has met others most often.
+            RefusedError: This replica is new, and not compatible with the one that has met others most often.
         """
         replicas, fits = quorum.replicas, self.identity.fits
         if not self._has_met:
@@ -108,7 +108,7 @@ class Admission:
                 raise RefusedError(self._why_refused(reference))
         refused = [each.name for each in replicas if each.fits != fits]
         if refused:
-            _log.warning("replica %s: refused, because they do not fit: %s", self.identity.name, ", ".join(refused))
+            _log.warning("replica %s: refused as not compatible: %s", self.identity.name, ", ".join(refused))
         return tuple(each for each in replicas if each.fits == fits)
 
     def _check_name(self, replicas: Sequence[Identity]) -> None:
@@ -118,8 +118,8 @@ class Admission:
                 continue
             if str(other) < str(self.identity) or self._store_of(other).check([_MET]):
                 raise RefusedError(
-                    f"a replica of the name {other.name!r} is there already, at {other.store}: checkpoints and state go"
-                    " by names, so give each replica its own (Elastic(name=...)). To replace that one, end it"
+                    f"a replica with the name {other.name!r} exists already, at {other.store}: checkpoints and state"
+                    " are found by name, so give each replica its own (Elastic(name=...)). To replace that one, end it"
                     " first"
                 )
 
@@ -138,8 +138,9 @@ class Admission:
                 difference = f"{name}: {_short(self._facts.get(name))} instead of {_short(theirs.get(name))}"
                 break
         return (
-            f"this replica, {self.identity.name}, does not fit {reference.name}, which is training: {difference}. All"
-            " replicas must have the same model, options and versions; another run needs its own lighthouse"
+            f"this replica, {self.identity.name}, is not compatible with {reference.name}, which is training:"
+            f" {difference}. All replicas must have the same model, options and versions; a different run needs its own"
+            " lighthouse"
         )
 
 

@@ -1,11 +1,10 @@
-"""What replicas agree on when they meet. torchft's `Manager` votes inside a replica, and compares step
-numbers.
+"""The agreement of replicas when they meet. torchft's `Manager` votes inside a replica, and compares step numbers.
 
 With that, one replica may commit while another does not, and two replicas with different weights after the same number
 of steps continue as two runs. Here a synchronization is committed in two steps: all have received everything (they are
 prepared), and all know it. If a member is lost in between, some know and some do not. So each member has a history, a
-number that identifies all synchronizations committed so far, and a prepared member knows what its history would become.
-When members meet again, the histories show who has committed.
+number that identifies all synchronizations committed so far, and a prepared member knows its next history. When members
+meet again, the histories show who has committed.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ NO_HISTORY = 0
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """What one member reports when members meet; integers only.
+    """One member's report when members meet; integers only.
 
     Args:
         clock: Number of agreements so far among all members that it has met; 0: it is new.
         history: Identifies the synchronizations that it has committed.
-        prepared: What `history` becomes if the synchronization for which it is prepared was committed; `NO_HISTORY`: it
-            is not prepared.
+        prepared: The next `history`, if the synchronization for which it is prepared is committed; `NO_HISTORY`: it is
+            not prepared.
         digest: Digest of all that members share: anchors, outer optimizer, averaged buffers.
         steps: Optimizer steps.
         trained: Samples trained since the next fragment was last synchronized.
@@ -60,9 +59,9 @@ class Agreement:
         helper: The member whose state everyone uses.
         clock: Number of agreements, including this one.
         history: The helper's history.
-        to_commit: Members that are prepared for the helper's history, and commit what they have.
-        to_heal: Members that have another state, and get the helper's.
-        diverged: Those of them with the helper's history, but other weights.
+        to_commit: Members that are prepared for the helper's history, and commit.
+        to_heal: Members that have a different state, and get the helper's.
+        diverged: The ones among them with the helper's history, but different weights.
         steps: Optimizer steps that count for all.
         position: Where the stream of samples continues.
         exchanges: Whether they synchronize now.
@@ -82,12 +81,12 @@ class Agreement:
 
     @property
     def history_after(self) -> int:
-        """What the history becomes when this synchronization is committed; never `NO_HISTORY`."""
+        """The history once this synchronization is committed; never `NO_HISTORY`."""
         return hash32(hash32(self.history) + self.clock) or 1
 
 
 def gathered_states(comm: Comm, mine: MemberState) -> list[MemberState]:
-    """Every rank's."""
+    """Every rank's state."""
     numbers = torch.tensor(astuple(mine), dtype=torch.int64)
     everyone = torch.empty(comm.world_size, numbers.numel(), dtype=torch.int64)
     comm.all_gather(everyone, numbers).wait()
@@ -108,7 +107,8 @@ def merge_ranks(states: Sequence[MemberState]) -> MemberState:
 def agree(states: Sequence[MemberState]) -> Agreement:
     """Agree on the next round, given the states of all members in the order of ranks."""
     ranks = range(len(states))
-    # the last to have met others is right: those who continued without someone agreed to. Among those, one who knows
+    # the last to have met others is right: those that continued without a member agreed to it. Among those, one who
+    # knows
     helper = max(ranks, key=lambda rank: (states[rank].clock, states[rank].prepared == NO_HISTORY, -rank))
     right = states[helper]
     same = [rank for rank in ranks if states[rank].history == right.history]

@@ -1,4 +1,4 @@
-"""Asks the lighthouse which replicas there are. torchft's `Manager` raises if the lighthouse is lost."""
+"""Asks the lighthouse for the replicas. torchft's `Manager` raises an error if the lighthouse is lost."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from urllib.parse import urlparse
 from lowbit_strategy.elastic.options import Elastic
 
 _HEARTBEAT = timedelta(milliseconds=100)
-_ASK = timedelta(seconds=300)  # for one request, which takes as long as a round does
+_ASK = timedelta(seconds=300)  # limit for one request, which takes as long as a round
 _RETRY_S = 0.2
 _TICK_S = 0.01  # how often the lighthouse checks whether all have asked; its own default is 0.1 s
 _PROBE_S = 1.0
-_NUM_PROBES = 3  # in a row, before the lighthouse counts as lost
+_NUM_PROBES = 3  # failed probes in a row before the lighthouse counts as lost
 _REMIND_S = 30.0
 _ANSWER_S = 5.0
 _REFUSAL_S = 1.0  # a refusal is immediate
@@ -34,13 +34,13 @@ _log = logging.getLogger("lowbit_strategy")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a replica tells the lighthouse, and so all others, about itself.
+    """A replica's description of itself for the lighthouse and all other replicas.
 
     Args:
         name: The user's name for it; replicas are ordered by name.
         store: Address of its store.
         fits: Digest of everything that must be the same on all replicas.
-        process: A value that is new whenever the replica is started.
+        process: A new value whenever the replica is started.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Registration:
 
     Args:
         options: The user's options.
-        identity: What it tells about itself.
+        identity: The replica's identity.
         address: Address of this machine, as the others reach it.
 
     Raises:
@@ -119,7 +119,7 @@ class Registration:
 
         Args:
             round_index: Number of times that this replica has met others.
-            num_failures: Exchanges that have failed since the last one that succeeded.
+            num_failures: Exchanges that have failed since the last success.
             deadline: How long to wait for a lighthouse that does not answer.
 
         Raises:
@@ -171,7 +171,7 @@ class Registration:
 
 
 class Patience:
-    """A wait with a time limit, which now and then logs what it waits for.
+    """A wait with a time limit, which occasionally logs what it waits for.
 
     Args:
         seconds: The limit.
@@ -182,7 +182,7 @@ class Patience:
         self._seconds = seconds
         self.check = check
         self._start: float | None = None
-        self._remind = 0.0  # seconds of the wait, twice as long each time
+        self._remind = 0.0  # seconds until the next log line, doubled each time
 
     def wait(self, what: str) -> None:
         """Raise a ConnectionError if the wait has taken too long."""
@@ -231,12 +231,12 @@ def import_torchft() -> Any:
 def watched(call: Callable[[], T], why_not: Callable[[], str], *, every: float, num_looks: int = 1) -> T:
     """The result of `call`, which runs in another thread while this one handles signals.
 
-    A call that is given up continues until its own timeout: nothing it uses may be used again.
+    An abandoned call continues until its own timeout, so nothing that it uses may be used again.
 
     Args:
-        call: May take long.
-        why_not: Returns why the call can no longer be answered; empty: it can. May raise.
-        every: Seconds between two calls of it.
+        call: A function that may take long.
+        why_not: Returns the reason why the call can no longer be answered; empty: it can. May raise.
+        every: Seconds between two calls of `why_not`.
         num_looks: Number of consecutive reasons that end the wait.
 
     Raises:

@@ -14,12 +14,12 @@ import typer
 
 def lighthouse(
     bind: Annotated[str, typer.Option(help="Address and port to listen on.")] = "[::]:29510",
-    min_replicas: Annotated[int, typer.Option(min=1, help="With fewer nobody goes on.")] = 1,
+    min_replicas: Annotated[int, typer.Option(min=1, help="With fewer, all replicas wait.")] = 1,
     heartbeat_timeout: Annotated[
         float, typer.Option(min=0.3, help="Seconds without a heartbeat after which a replica is lost.")
     ] = 2.0,
     join_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that replicas wait in a round for one that lives and is slower.")
+        float, typer.Option(min=0.1, help="Seconds that replicas wait in a round for a slower live one.")
     ] = 600.0,
 ) -> None:
     """Run torchft's lighthouse until it is interrupted. Its page shows the replicas.

@@ -17,14 +17,14 @@ from lowbit_strategy.local_steps import lightning as local_steps
 
 
 def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
-    """Training begins, and the replica has not met the others. The trainer will follow their steps, gets its own
-    samples, and ends on SIGTERM while it waits for them.
+    """Prepare a Trainer when training begins, before the replica meets the others. It will follow their steps, get its
+    own samples, and end on SIGTERM while it waits for them.
     """
     local_steps.begin(trainer, session, signals)
     loop, replica = trainer.fit_loop.epoch_loop, session.replica
     assert isinstance(replica, ElasticOuterSync)
     replica.membership.asked_to_end = lambda: trainer.received_sigterm or signals.has_received(TERMINATE)
-    replica.membership.end = import_module(type(loop).__module__).SIGTERMException  # of either namespace
+    replica.membership.end = import_module(type(loop).__module__).SIGTERMException  # in either namespace
     replica.on_healed = lambda: _catch_up(trainer, replica.sync.step_index)
     loaders = tree_leaves(getattr(trainer.train_dataloader, "iterables", trainer.train_dataloader))
     samplers = (getattr(loader, "sampler", None) for loader in loaders)
@@ -32,7 +32,7 @@ def begin(trainer: Any, session: Session, signals: DeferredSignals) -> None:
 
 
 def _catch_up(trainer: Any, steps: int) -> None:
-    """Let the Trainer, and learning-rate schedules by steps, count from the others' step."""
+    """Let the Trainer, and stepwise learning-rate schedules, count from the others' step."""
     loop = trainer.fit_loop.epoch_loop
     missing = steps - trainer.global_step
     if missing <= 0:

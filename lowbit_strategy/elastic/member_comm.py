@@ -17,7 +17,7 @@ class ExchangeFailedError(RuntimeError):
 
 
 class MemberComm(Comm):
-    """The collectives of `GroupComm` for a gloo group that is made again when members change.
+    """The collectives of `GroupComm` for a gloo group that is recreated when members change.
 
     Args:
         members: The group.
@@ -55,7 +55,7 @@ class MemberComm(Comm):
         return self._begin("send", [x], target, 0)
 
     def receive(self, x: Tensor, source: int) -> Pending:
-        """Receive what one member sends."""
+        """Receive a tensor from one member."""
         return self._begin("recv", [x], source, 0)
 
     def _begin(self, operation: str, *values: Any) -> Pending:

@@ -1,4 +1,4 @@
-"""What a run notes when its members have changed."""
+"""The note in a run's record when its members have changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MembersChange:
-    """The members have changed since the previous synchronization.
+    """A change of members since the previous synchronization.
 
     Args:
         step: Optimizer steps completed before.

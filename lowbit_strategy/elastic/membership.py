@@ -30,7 +30,7 @@ from lowbit_strategy.elastic.member_comm import ExchangeFailedError, MemberComm,
 from lowbit_strategy.elastic.options import Elastic
 
 _STATUS = 128 + signal.SIGTERM
-_LOOK_S = 0.5  # between two checks, while connecting, that the others live
+_LOOK_S = 0.5  # seconds between two checks, while connecting, that the others live
 
 _log = logging.getLogger("lowbit_strategy")
 T = TypeVar("T")
@@ -68,8 +68,8 @@ class Membership:
         replica: The ranks of this replica, on the CPU, in a separate group without a timeout.
 
     Attributes:
-        asked_to_end: Whether a framework has noted SIGTERM, on which it acts at the next batch.
-        end: The error that a wait then raises.
+        asked_to_end: Whether a framework has noted SIGTERM, and will act on it at the next batch.
+        end: The error that a wait raises in that case.
 
     Raises:
         ImportError: torchft is not installed.
@@ -81,13 +81,13 @@ class Membership:
         self.replica = LocalComm() if replica is None else replica
         self.asked_to_end: Callable[[], bool] = lambda: False
         self.end: type[SystemExit] = SystemExit
-        self._noted: Callable[[], bool] = lambda: False  # while it waits
-        self._admission: Admission | None = None  # the first rank's
+        self._noted: Callable[[], bool] = lambda: False  # whether SIGTERM arrived during a wait
+        self._admission: Admission | None = None  # only on the first rank
         self.identity = self._by_first(lambda: self._register(facts))
-        self._group: Any = None  # torchft's, of the connected members
+        self._group: Any = None  # torchft's group of the connected members
         self._connected: tuple[int, tuple[Identity, ...]] | None = None  # number and replicas of the quorum
         self._members: Members | None = None
-        self._num_failures = 0  # of exchanges, since one has succeeded
+        self._num_failures = 0  # exchanges since the last success
 
     def rendezvous(self, round_index: int) -> Members:
         """Wait for all live replicas, and connect to them unless they are the same as before.
@@ -143,18 +143,18 @@ class Membership:
         return bool(decided)
 
     def fail(self, error: Exception) -> None:
-        """An exchange or connecting has failed: connect again at the next rendezvous."""
+        """Connect again at the next rendezvous, because an exchange or connecting has failed."""
         self._num_failures += 1
         self._members = None
         self._abort()
         _log.info("replica %s: an exchange has failed (%s)", self.identity.name, str(error).splitlines()[0])
 
     def succeed(self) -> None:
-        """An exchange has been committed."""
+        """Note that an exchange has been committed."""
         self._num_failures = 0
 
     def leave(self) -> None:
-        """The others stop waiting for this replica."""
+        """Make the others stop waiting for this replica."""
         self._abort()
         if self._admission is not None:
             self._admission.end()
@@ -258,7 +258,7 @@ def _bytes_from_first_rank(message: bytes, comm: Comm, device: torch.device) -> 
 
 @contextlib.contextmanager
 def noting_sigterm() -> Iterator[Callable[[], bool]]:
-    """Yields a function that tells whether SIGTERM has come since; the program's own handler is called as well.
+    """Yields a function that tells whether SIGTERM has arrived since; the program's own handler is also called.
 
     Frameworks' handlers only note the signal and act at the next batch, which a wait delays. Without a handler the
     signal ends the process as usual.

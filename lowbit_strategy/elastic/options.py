@@ -20,14 +20,14 @@ LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 
 @configuration
 class Elastic(RoundMembers):
-    """Replicas that come and go while a model is trained with local steps. torchft finds out which replicas there are.
+    """Replicas that come and go while a model is trained with local steps. torchft finds the replicas.
 
     A replica is one process, or a node whose ranks share one model; its framework knows no other ranks. Members are
     determined only at the start of each exchange:
 
     1. every replica asks the lighthouse, which answers when all live replicas have asked
-    2. if members have changed, they connect again; each keeps what it has not sent yet
-    3. a new replica gets anchors, outer optimizer and step from another one, and starts with residuals of zero
+    2. if members have changed, they connect again; each keeps its residuals
+    3. a new replica gets anchors, outer optimizer and step from an existing one, and starts with residuals of zero
     4. they exchange, and apply the result only when all have received everything. An exchange that fails because a
        replica is lost changes nothing, and is repeated with the remaining ones
 
@@ -64,7 +64,7 @@ class Elastic(RoundMembers):
         if self.lighthouse is not None and not re.fullmatch(r"https?://[^/]+:\d+/?", self.lighthouse):
             raise ValueError(f'lighthouse must be an address such as "http://10.0.0.1:29510", got {self.lighthouse!r}')
         if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"name must be of letters, digits, dots, dashes and underscores, got {self.name!r}")
+            raise ValueError(f"name must consist of letters, digits, dots, dashes and underscores, got {self.name!r}")
 
     @property
     def lighthouse_address(self) -> str:
@@ -80,23 +80,23 @@ class Elastic(RoundMembers):
     def check_options(self, options: Any) -> None:
         rule = options.outer
         if rule is None:
-            raise ValueError("elastic needs local steps: give an outer rule as well, such as outer=DiLoCo(every=50)")
+            raise ValueError("elastic needs local steps: also give an outer rule, such as outer=DiLoCo(every=50)")
         if rule.travels_a_turn:
             raise ValueError(
-                f"elastic does not go with {rule.name}, an outer rule whose exchanges last a round: members are known"
-                " for one exchange alone. Take DiLoCo or LocalSGD"
+                f"elastic does not support {rule.name}, an outer rule whose exchanges last a round: members are known"
+                " for only one exchange. Use DiLoCo or LocalSGD"
             )
         for field in ("delay", "synchronous"):
             if getattr(rule, field):
                 raise ValueError(
-                    f"elastic does not go with {field} of an outer rule: members change at the beginning of an"
-                    " exchange, and are known for that one alone. Leave it out"
+                    f"elastic does not support {field} of an outer rule: members change at the beginning of an"
+                    " exchange, and are known for only that one. Leave it out"
                 )
 
     def on_meshes(self, prepared: Any, module: nn.Module, meshes: Sequence[Ranks]) -> Any:
         if len(meshes) > 1:
             raise ValueError(
-                "elastic= serves models whose parameters are all on one mesh, and this one has some, such as experts,"
+                "elastic= supports models whose parameters are all on one mesh, but this one has some, such as experts,"
                 " on another: leave it out"
             )
         register = leaves.load("lowbit_strategy.elastic.registration:registered", "elastic")

@@ -19,7 +19,7 @@ def send(state: Any, comm: MemberComm, rank: int) -> None:
 
     Raises:
         ExchangeFailedError: It is lost.
-        TypeError: The state has something else in it.
+        TypeError: The state contains something else.
     """
     buffer = io.BytesIO()
     torch.save(tree_map(_plain, state), buffer)
@@ -29,11 +29,11 @@ def send(state: Any, comm: MemberComm, rank: int) -> None:
 
 
 def receive(comm: MemberComm, rank: int) -> Any:
-    """Receive from one member; tensors are on the CPU.
+    """Receive state from one member; tensors are on the CPU.
 
     Raises:
         ExchangeFailedError: It is lost.
-        ValueError: It has sent something else.
+        ValueError: The member has sent something else.
     """
     size = torch.empty(1, dtype=torch.int64)
     comm.receive(size, rank).wait()
@@ -41,14 +41,14 @@ def receive(comm: MemberComm, rank: int) -> Any:
     comm.receive(data, rank).wait()
     try:
         return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
-    except Exception as error:  # other bytes fail in any of the ways of pickle
+    except Exception as error:  # other bytes can fail in many ways
         raise ValueError(f"a state that has arrived is damaged ({error})") from error
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         local = local_part(value.detach()).cpu()
-        return local.clone() if local.nbytes < local.untyped_storage().nbytes() else local  # all of it would be saved
+        return local.clone() if local.nbytes < local.untyped_storage().nbytes() else local  # else all is saved
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{type(value).__name__} cannot be sent to another replica: numbers, texts and tensors can")

@@ -50,14 +50,14 @@ def registered(
     """
     if (num_ranks := dist.get_world_size(group)) > 1 and not prepared.scatter:
         raise ValueError(
-            f"elastic serves replicas of one process each under DDP, and this one has {num_ranks}: start each with"
+            f"elastic supports replicas of one process each under DDP, but this one has {num_ranks}: start each with"
             " devices=1, num_nodes=1, without tensor parallelism, or let its ranks share one model with"
             ' LowBitFSDPStrategy(shard_size="node")'
         )
     shard_size = prepared.topology.node_size
     if prepared.scatter and shard_size != num_ranks:
         raise ValueError(
-            f"elastic serves nodes that share one model by FSDP2 alone, and this one has {num_ranks} ranks with"
+            f"elastic supports nodes that share one model by FSDP2 only, but this one has {num_ranks} ranks with"
             f' shard_size={shard_size}: give shard_size="node" without tensor parallelism, and start each node as its'
             " own run"
         )
@@ -72,7 +72,7 @@ def registered(
 
 
 def _facts(prepared: PreparedModel, module: nn.Module) -> dict[str, Any]:
-    """What must be the same on all replicas."""
+    """The values that must be the same on all replicas."""
     settings = settings_of(prepared.options) | {"shard_size": prepared.topology.node_size}
     same = fingerprint(prepared.compressor, module, scatter=prepared.scatter, settings=settings)
     same = {name: value for name, value in same.items() if name.partition(".")[0] not in ("elastic", "memory")}

@@ -71,15 +71,16 @@ class ElasticOuterSync(OuterSync):
 
     A fragment's synchronization, on all members:
 
-    1. they meet (`Membership.rendezvous`), and agree on who is right, who is new, and each one's weight (`agree`)
-    2. new members get the state of another; all keep their residuals unless members have changed
+    1. they meet (`Membership.rendezvous`), and agree on whose state is right, who is new, and each one's weight
+       (`agree`)
+    2. new members get the state of an existing one; all keep their residuals unless members have changed
     3. they exchange into buffers. If that fails, nothing has happened, and it is repeated from 1 with the remaining
        members
-    4. they confirm that all have everything, and apply it. A member that does not learn this, because another is lost
-       at this moment, learns it at the next meeting
+    4. they confirm that all have everything, and apply it. A member that does not learn this, because a different one
+       is lost at this moment, learns it at the next meeting
 
-    The ranks of a replica do all of this together (`Membership.together`): each rank exchanges its own shards, and what
-    fails on one has failed on all.
+    The ranks of a replica do all of this together (`Membership.together`): each rank exchanges its own shards, and a
+    failure on one counts as a failure on all.
 
     Attributes:
         membership: Finds the other replicas.
@@ -87,8 +88,8 @@ class ElasticOuterSync(OuterSync):
         members: Names of the last participants, including this replica.
         on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
-        data: Gives this replica its samples depending on the members; None: samples do not depend on them.
-        num_heals: How often this replica has received another's state.
+        data: Gives this replica its samples, which depend on the members; None: they do not.
+        num_heals: How often this replica has received the state of a different one.
     """
 
     revocable: ClassVar[bool] = True
@@ -134,8 +135,8 @@ class ElasticOuterSync(OuterSync):
 
     def check_extendable(self) -> None:
         raise RuntimeError(
-            "parameters have been unfrozen, and replicas that come and go must train the same ones from the"
-            " beginning to the end: unfreeze them before training begins, and start a separate run"
+            "parameters have been unfrozen, but replicas that come and go must train the same ones all the time:"
+            " unfreeze them before training begins, and start a separate run"
         )
 
     def leave(self) -> None:
@@ -143,14 +144,14 @@ class ElasticOuterSync(OuterSync):
 
     @property
     def has_joined(self) -> bool:
-        """Whether it has met the others."""
+        """Whether this replica has met the others."""
         return self._comm is not None
 
     def begin_backward(self, loss: Tensor | float | None = None) -> None:
         """Raise a RuntimeError if this replica has not met the others: weights would change during a backward pass."""
         if not self.has_joined:
             raise RuntimeError(
-                "this replica trains and has not met the others: call the model itself and not one of its modules, or"
+                "this replica trains but has not met the others: call the model itself and not one of its modules, or"
                 " call session.resume() before training"
             )
         super().begin_backward(loss)
@@ -169,7 +170,7 @@ class ElasticOuterSync(OuterSync):
                 break
         self.turns.restart_clock()
         if self.sync.ranks.everyone.rank == 0 and (report := render_reports(self.sync)):
-            inform("%s", report)  # only now it is known how many there are
+            inform("%s", report)  # their number is only known now
 
     def _launch(self, *, done: bool) -> FragmentSync:
         while True:
@@ -181,7 +182,7 @@ class ElasticOuterSync(OuterSync):
         already = self.finished
         super().finish()
         if not already and self._comm is not None:
-            with contextlib.suppress(ExchangeFailedError):  # nobody leaves before all know that they may
+            with contextlib.suppress(ExchangeFailedError):  # no replica leaves before all know that they may
                 self._confirm(self._comm)
 
     # -- exchange and commit ----------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class ElasticOuterSync(OuterSync):
             self._confirm(self._comm)
         except ExchangeFailedError as error:
             self.membership.fail(error)
-            if not self._pending.ends:  # otherwise it is learned when members meet again
+            if not self._pending.ends:  # otherwise members learn it when they meet again
                 return None
         self.membership.succeed()
         return self._commit()
@@ -218,7 +219,7 @@ class ElasticOuterSync(OuterSync):
             ExchangeFailedError: A member is lost, and it is unknown whether it has received everything.
         """
         everyone = torch.empty(comm.world_size, 1, dtype=torch.uint8)
-        comm = copy.copy(comm)  # counts its own bytes
+        comm = copy.copy(comm)  # a separate byte counter
         self.membership.together(lambda: comm.all_gather(everyone, torch.ones(1, dtype=torch.uint8)).wait())
 
     def _commit(self) -> FragmentSync:
@@ -301,15 +302,15 @@ class ElasticOuterSync(OuterSync):
                 self._heal(state, agreement)
         if rank in agreement.diverged:
             _log.warning(
-                "replica %s had other anchors than %s after the same turns, and goes on with those: look for code that"
-                " changes weights on some replicas only",
+                "replica %s had different anchors from %s after the same turns, and continues with those of the latter:"
+                " look for code that changes weights on some replicas only",
                 members.names[rank],
                 members.names[agreement.helper],
             )
         self.standing.clock = agreement.clock
 
     def _compare_buffers(self, members: Members, states: Sequence[MemberState], helper: int) -> None:
-        """Compare buffers once per round, and give a new member what the others agree on.
+        """Compare buffers once per round, and give a new member the values that the others agree on.
 
         Raises:
             ExchangeFailedError: A member is lost; nothing has changed.
@@ -356,7 +357,7 @@ class ElasticOuterSync(OuterSync):
     def load_state_dict(self, state: Mapping[str, Any], *, own: bool = True) -> None:
         super().load_state_dict(state, own=own)
         if not own:
-            self.sync.forget()  # residuals of another replica, or of other rounds
+            self.sync.forget()  # residuals of a different replica, or of different rounds
         if (saved := state.get("elastic")) is None:
             return
         self.standing.load_state_dict(saved, own=own)
@@ -364,7 +365,7 @@ class ElasticOuterSync(OuterSync):
             self.data.go_on(saved["position"], 0, 1)
 
     def _hand_over(self, members: Members, agreement: Agreement) -> dict[str, Any] | None:
-        """Send state from the helper to the members that heal. Return what this member has received."""
+        """Send state from the helper to the members that heal. Return the state that this member has received."""
         comm = copy.copy(members.comm)
         if comm.rank == agreement.helper:
             for rank in agreement.to_heal:
@@ -373,7 +374,7 @@ class ElasticOuterSync(OuterSync):
         return receive(comm, agreement.helper) if comm.rank in agreement.to_heal else None
 
     def _send_state(self, comm: MemberComm, rank: int) -> None:
-        """Send what all replicas share."""
+        """Send the state that all replicas share."""
         state = super().state_dict()
         shared = {key: value for key, value in state.items() if key not in ("weights", "flight", "since", "eager")}
         shared |= {"losses": state["losses"] | {"own": []}, "buffers": {"shared": state["buffers"]["shared"]}}

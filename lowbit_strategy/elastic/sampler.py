@@ -13,11 +13,11 @@ class ElasticSampler(DistributedSampler[int]):
 
     When replicas meet, they agree on how far the stream has been used. From there, rank r of all W takes every W-th
     sample, starting with number r, until they meet again; then the stream continues after the farthest sample used.
-    Nothing is repeated. Samples that a slower replica skipped, or that a lost one had, are not made up for.
+    Nothing is repeated. Samples that a slower replica skipped, or that a lost one had, are never used.
 
     It is a `DistributedSampler`, so frameworks do not replace it. Each replica's epoch has the length of the dataset,
-    whatever the number of replicas, so a framework's plans by epochs hold. The stream continues across epochs. Ranks
-    that share one model share its samples and its epoch.
+    regardless of the number of replicas, so a framework's plans in epochs are valid. The stream continues across
+    epochs. Ranks that share one model share its samples and its epoch.
 
     Args:
         dataset: Dataset of a known length, the same on all replicas.
@@ -39,8 +39,8 @@ class ElasticSampler(DistributedSampler[int]):
         self._size = len(dataset)
         self.on_begin: Callable[[], object] = lambda: None
         self._rank, self._world_size = rank, num_ranks
-        self._start = 0  # of the stream, when members last met
-        self._drawn = 0  # by this replica, since
+        self._start = 0  # position in the stream when members last met
+        self._drawn = 0  # samples drawn by this replica since then
         self._permutation: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class ElasticSampler(DistributedSampler[int]):
         return self._start + self._drawn * self._world_size
 
     def go_on(self, start: int, place: int, num_members: int) -> None:
-        """Members have met.
+        """Continue the stream after members have met.
 
         Args:
             start: How far the stream has been used.

@@ -1,4 +1,4 @@
-"""Where one replica stands: what it has committed and trained."""
+"""The progress of one replica: the synchronizations and samples that count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowbit_strategy.elastic.agreement import NO_HISTORY, MemberState
 
 
 class Standing:
-    """What a replica reports of itself when members meet (`MemberState`), and saves.
+    """A replica's progress, which it saves, and reports when members meet (`MemberState`).
 
     Args:
         num_fragments: Fragments of the model.
@@ -32,7 +32,7 @@ class Standing:
         self._counted += number
 
     def step(self) -> None:
-        """The optimizer has stepped."""
+        """Note that the optimizer has stepped."""
         self._trained += self._counted or 1
         self._counted = 0
 
@@ -52,12 +52,12 @@ class Standing:
         )
 
     def commit(self, history: int, place: int) -> None:
-        """The fragment at `place` is synchronized."""
+        """Note that the fragment at `place` is synchronized."""
         self.history = history
         self._marks[place] = self._trained
 
     def heal(self, history: int) -> None:
-        """It has received the state of another, with this history."""
+        """Note that it has received a different replica's state, with this history."""
         self.history, self.group, self.is_new = history, 0, True
         self._marks = [self._trained] * len(self._marks)
 

@@ -1,4 +1,4 @@
-"""Turns after some seconds, however many steps a replica takes in that time."""
+"""Turns at time intervals, regardless of the number of steps in that time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TimedTurns(Turns):
 
     @property
     def interval(self) -> int:
-        """Steps of a round. In rounds by seconds, the steps taken so far if time is up, otherwise one more."""
+        """Steps of a round. In timed rounds, the steps taken so far if time is up, otherwise one more."""
         return super().interval if self._seconds is None else max(1, self.since + self.has_time)
 
     @property

@@ -12,7 +12,7 @@ from lowbit_strategy.elastic.learning_rates import advance_schedule
 
 def adapt(trainer: Any) -> None:
     """Divide samples among replicas; the lowest replica writes checkpoints, and one that joins catches up."""
-    trainer.args.ignore_data_skip = True  # the position in the data is the replicas', and is saved with them
+    trainer.args.ignore_data_skip = True  # replicas have and save their own position in the data
     trainer._save_checkpoint = functools.partial(_save_if_lowest, trainer, trainer._save_checkpoint)
     wrap_method(trainer, "train", functools.partial(_train, trainer))
 
@@ -34,5 +34,5 @@ def _catch_up(trainer: Any, steps: int) -> None:
     if missing <= 0:
         return
     trainer.state.global_step = trainer._globalstep_last_logged = steps
-    schedule: Any = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside of Accelerate's
+    schedule: Any = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside Accelerate's scheduler
     advance_schedule(schedule, missing)

@@ -14,17 +14,18 @@ from lowbit_strategy.collectives.comm import gathered
 FAR_S = 5e-3  # shortest round trip of ranks that are far apart: between hosts of one site it is below 1 ms
 
 
-_TRIES = 5  # of each measurement
+_TRIES = 5  # round trips per measurement
 
 
-_TIMES = 2  # measured before ranks count as far apart: a machine may be busy for a while
+_TIMES = 2  # measurements before ranks count as far apart: a machine may be busy for a while
 
 
 def is_far(group: dist.ProcessGroup | None) -> bool:
     """Whether a round trip takes at least `FAR_S`. Call it on all ranks, which get the same answer.
 
-    With several sites every rank is far from some other, so all wait for a long round trip. The fastest of several
-    tries on the fastest rank counts, since a busy host is not far. Ranks that share network interfaces are never far.
+    With several sites every rank is far from some other rank, so all wait for a long round trip. The fastest of several
+    tries on the fastest rank counts, since a busy host need not be far. Ranks that share network interfaces are never
+    far.
     """
     if len(set(gathered(_network(), group))) == 1:
         return False

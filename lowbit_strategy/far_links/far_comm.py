@@ -26,9 +26,9 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import GroupComm, Pending, naming_lost_ranks
 
 _KINDS = ("all-to-all", "all-gather", "reduced", "uneven")
-_NUM_SIZES = 2**16  # that `_size_index` tells apart, up to a terabyte
+_NUM_SIZES = 2**16  # distinct sizes of `_size_index`, up to a terabyte
 _SIZE_BITS = 12
-_KEPT_ROUNDS = 16  # a channel that has not been used while all others have been so often is given up
+_KEPT_ROUNDS = 16  # a channel is closed if it has not been used while all others were used this often
 
 
 class FarComm(GroupComm):
@@ -98,8 +98,8 @@ class FarComm(GroupComm):
         return under_way
 
     def with_own_counter(self) -> FarComm:
-        """A twin for exchanges that another thread begins, with the same ranks and other tags than all other twins,
-        whose receives may still be posted.
+        """A twin for exchanges that a different thread begins, with the same ranks, and different tags from all other
+        twins, whose receives may still be posted.
         """
         assert self.group is not None
         twin = FarComm(self.group, self._numbers)
@@ -138,7 +138,7 @@ class FarComm(GroupComm):
         def arrived() -> None:
             for r, row_B in zip(self._others(), posted.rows, strict=True):
                 out_WB[r].copy_(row_B[:row_nbytes].view(out_WB.dtype))
-            with contextlib.suppress(RuntimeError):  # who was done first may have left; the next exchange would say so
+            with contextlib.suppress(RuntimeError):  # a rank may have left; the next exchange would report it
                 channel.post_ahead(posted.rows)
 
         under_way.arrived = arrived
@@ -163,7 +163,7 @@ class FarComm(GroupComm):
         return self._channels[kind, size]
 
     def _give_up_channels(self) -> None:
-        """Give up channels if sizes have changed. Nothing is in flight, so all ranks have posted the same receives.
+        """Close channels if sizes have changed. Nothing is in flight, so all ranks have posted the same receives.
 
         Posted receives get an empty message, and are waited for when the next exchange begins alone.
         """
@@ -258,7 +258,7 @@ class _Traveling:
         self._what = what
         self._done = False
         self.works: list[Any] = []  # receives and sends
-        self.sent: Sequence[Tensor] = ()  # stays until it has left
+        self.sent: Sequence[Tensor] = ()  # kept until it has been sent
         self.arrived: Callable[[], None] = lambda: None
 
     def explained(self) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""``far_links=``: chooses the transport of ranks."""
+"""``far_links=``: chooses the transport."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from lowbit_strategy.options.sizes import size
 from lowbit_strategy.plan.prepared import copies_residuals, extra_of, without_extra
 from lowbit_strategy.ranks.ranks import Ranks
 
-_PENDING_NBYTES = 12  # of an own element, while it is set up: a gradient and Adam's two averages are still to come
+_PENDING_NBYTES = 12  # bytes per own element still needed after set-up: a gradient and Adam's two averages
 
 
 class MemoryLimit(Part):
-    """Fits a set-up to the memory that compression may use: the chosen amount, or what `room_for` says."""
+    """Fits a set-up to the memory that compression may use: the chosen amount, or the result of `room_for`."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._memory = options.memory
@@ -91,8 +91,8 @@ def _announce(chosen: MemoryOption, unchanged: Sequence[MemoryOption], room_nbyt
 
 
 def room_for(memory: float | None, device: torch.device, ranks: Ranks, own_numel: int = 0) -> tuple[int | None, int]:
-    """The bytes within which compression should stay, and within which it must stay, on the rank that has least; None:
-    no limit.
+    """The bytes that compression should not exceed, and those that it must not exceed, on the rank with the least
+    memory; None: no limit.
 
     `own_numel`: elements whose gradients and optimizer state have not been allocated yet.
     """

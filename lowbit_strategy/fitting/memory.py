@@ -22,8 +22,8 @@ from lowbit_strategy.plan.plan import StepPlan
 from lowbit_strategy.plan.running import plan_of
 from lowbit_strategy.plan.weight_bytes import kept_nbytes
 
-BUCKETS_OF_A_ROUND = 3  # under way at a time, where ranks are near: one leaves, one arrives, one has its mean
-_WORKING_NBYTES = 32  # of temporary memory per element that plain PyTorch codes at a time, measured: benchmarks/LOG.md
+BUCKETS_OF_A_ROUND = 3  # in flight at a time between near ranks: one leaves, one arrives, one has its mean
+_WORKING_NBYTES = 32  # temporary bytes per element that plain PyTorch codes at a time, measured: benchmarks/LOG.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Memory:
     Args:
         residuals: State that methods keep from step to step.
         copies: Copies of residuals before the step.
-        weights: What is kept of FSDP2's weights between gathers.
-        messages: The most that messages need while they are under way.
+        weights: FSDP2's weights that are kept between gathers.
+        messages: Peak memory of messages in flight.
         working: Temporary memory for coding without kernels, and in turns.
-        rounds: What is kept from round to round, if ranks meet in rounds.
-        extra: What is kept for exchanges in addition to gradients.
+        rounds: State kept from round to round, if ranks meet in rounds.
+        extra: State kept for exchanges in addition to gradients.
         accumulating: Whole gradients that are kept while micro-batches are accumulated without synchronizing; otherwise
             a rank holds only its shard under FSDP2.
     """
@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def temporary(self) -> int:
-        """The most that messages, and coding them without kernels, need on this rank."""
+        """Peak memory of messages, and of coding them without kernels, on this rank."""
         return self.messages + self.working
 
     @property
@@ -106,7 +106,7 @@ def _max_buckets_in_flight(plan: StepPlan) -> int:
     """The most buckets in flight, if no method waits for the whole model.
 
     DDP's buckets are sent while backward continues. Each new bucket advances the earlier ones by one exchange, so near
-    ranks have one more bucket under way than a bucket has exchanges. In the first step, which has other buckets,
+    ranks have one more bucket under way than a bucket has exchanges. In the first step, which has different buckets,
     leftovers may exist at the same time. Far ranks have all buckets under way.
     """
     if plan.topology.far:
@@ -124,7 +124,7 @@ def _messages_nbytes(plan: StepPlan, unsharded: int, max_in_flight: int) -> int:
     if topology.far:
         everything = (*plan.gradients, *plan.rounds, *plan.weights, *plan.extra)
         nbytes += sum(_ahead_nbytes(transfer) for transfer in everything)
-    if is_sharded and topology.far:  # until backward has ended FSDP2's gradients, on one level, and all sums
+    if is_sharded and topology.far:  # FSDP2's gradients, on one level, and all sums until backward has ended
         nbytes += unsharded // topology.world_size + (unsharded if topology.node_size is None else 0)
     return nbytes
 
@@ -159,13 +159,13 @@ def _second_mean_nbytes(plan: StepPlan) -> int:
 
 
 def _working_nbytes(reduction: ReductionPlan, coded: Iterable[Sequence[str]], device_type: str) -> int:
-    """Temporary memory for what is coded without kernels.
+    """Temporary memory for coding without kernels.
 
     Codecs: plain PyTorch codes a run of elements at a time. A `Reducer`: what it needs for the elements that it
     reduces at once.
 
     Args:
-        reduction: Which ranks reduce what.
+        reduction: The ranks and methods.
         coded: Names of the parameters that are reduced at a time.
         device_type: Where gradients are coded.
     """

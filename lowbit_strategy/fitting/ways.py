@@ -1,7 +1,7 @@
 """Lists set-ups by the memory that they need, and chooses one that fits when a model is set up.
 
-This is pure arithmetic on shapes, the same on all ranks: every rank computes what the first rank, which has most, would
-keep.
+This is pure arithmetic on shapes, the same on all ranks: every rank computes the memory of the first rank, which needs
+most.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FEWEST_PEERS = 4  # among fewer, random rounding without a residual has more noi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What determines the memory.
+    """Everything that determines the memory.
 
     Args:
         specs: Whole parameters.
         topology: The ranks.
         wrapper: What wraps the model.
-        modules: What FSDP2 gathers together; empty under DDP.
-        extra: What ranks exchange in addition to gradients.
+        modules: The units that FSDP2 gathers; empty under DDP.
+        extra: Exchanges in addition to gradients.
         copies: Whether methods' state is copied before it changes.
     """
 
@@ -55,8 +55,8 @@ class MemoryOption:
         compressor, weights: The option.
         memory: Bytes by purpose.
         extra, copies: See `Setup`.
-        differs: How it differs from what was asked for, in words; empty: not at all.
-        costs: The cost of the difference, in words.
+        differs: A description of the difference from the request; empty: there is none.
+        costs: A description of the difference's cost.
     """
 
     compressor: Compressor
@@ -84,13 +84,14 @@ class MemoryOption:
 def memory_options(
     compressor: Compressor, weights: WeightCoding | None, setup: Setup, *, may_recode: bool
 ) -> Iterator[MemoryOption]:
-    """List options, from what was asked for down to the one that needs least memory.
+    """List options, from the requested one down to the one that needs least memory.
 
     Args:
         compressor: The requested compressor.
         weights: The requested coding of weights, or the compressor's default.
         setup: See `Setup`.
-        may_recode: Whether weights may be gathered again instead of being kept, because nobody has chosen `weights`.
+        may_recode: Whether weights may be gathered again instead of being kept, because the user has not chosen
+            `weights`.
     """
     yield memory_option(compressor, weights, setup)
     differs: list[str] = []
@@ -98,7 +99,7 @@ def memory_options(
     copies = setup.copies
     if copies:
         setup = replace(setup, copies=False)
-        without = "residuals are not copied", "they are lost where gradients are thrown away"
+        without = "residuals are not copied", "they are lost where gradients are discarded"
         yield memory_option(compressor, weights, setup, *without)
         differs, costs = [[each] for each in without]
     if (without_it := setup.extra.given_up) is not None:
@@ -115,7 +116,7 @@ def memory_options(
         differs.append("no residual is kept")
         costs.append("within 0.3 % in loss where it was measured")
         compressor = replace(compressor, residual="none")
-        if copies:  # of nothing
+        if copies:  # without residuals there are none
             setup, differs, costs = replace(setup, copies=True), differs[1:], costs[1:]
         yield memory_option(compressor, weights, setup, "; ".join(differs), "; ".join(costs))
 
@@ -136,7 +137,7 @@ def memory_option(
     trained = {spec.name for spec in parts}
     reduced = [
         ParamGroup(tuple(spec.name for spec in layout.specs if spec.name in trained), name=name)
-        for name, layout in list(setup.modules.items())[::-1]  # as backward comes to them
+        for name, layout in list(setup.modules.items())[::-1]  # in backward's order
     ]
     plan = make_plan(
         parts,
@@ -177,9 +178,8 @@ def choose(found: Sequence[MemoryOption], room_nbytes: int, limit_nbytes: int) -
     smallest = min(found, key=lambda each: each.memory.total)
     if smallest.memory.total > limit_nbytes:
         raise ValueError(
-            f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, and"
+            f"compression would keep {found[0].arithmetic()} on every rank, at least {smallest.arithmetic()}, but only"
             f" {size(limit_nbytes)} are allowed: use weights='exact', HSDP (shard_size='node') or nodes of several"
-            " ranks, which divide residuals, LoCo(residual='none'), or allow more:"
-            f" memory={enough_gb(smallest)}"
+            f" ranks, which divide residuals, LoCo(residual='none'), or allow more: memory={enough_gb(smallest)}"
         )
     return smallest

@@ -12,7 +12,7 @@ from lowbit_strategy.node_codes.coding import BlockCoding
 
 
 class NodeCodesOption(Part):
-    """The bits of codes inside a node; None: gradients are exact there."""
+    """The bits per code inside a node; None: gradients are exact there."""
 
     def __init__(self, options: SyncOptions) -> None:
         self._bits = options.intra
@@ -36,7 +36,7 @@ def _nothing_inside(prepared: PreparedModel) -> str | None:
         if topology.node_size is not None:
             return None
         if options.outer is not None:
-            return "under DDP each rank takes local steps by itself"
+            return "under DDP ranks take separate local steps"
         return topology.obstacle or ("two_level=False" if options.two_level is False else "nodes are not known")
     if topology.num_parts == 1:
         return "one rank has a whole model (shard_size=1)"

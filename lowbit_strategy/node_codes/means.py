@@ -21,16 +21,16 @@ _NO_RANDOMNESS = StepContext(0, 0, 0)
 
 
 class CodedMeans(NodeMeans):
-    """Does what the exact sums inside a node do, with a quarter of float32's bytes and with an error.
+    """Replaces the exact sums inside a node, with a quarter of float32's bytes and with an error.
 
     1. each rank codes its values for every other rank of the node as blocks of integers with a scale, rounded to
        nearest
     2. one all-to-all inside the node
     3. each rank decodes all contributions to its part and adds them in float32, in rank order
 
-    The error is at most half a step of the grid, which with 8 bits is 1/250 of a block's largest magnitude. It is not
-    in any residual: the conservation laws hold for the means that leave the node. Rounding to nearest has the least
-    error and needs no random numbers. Parameters that are sent between nodes as float32 are sent so here, too.
+    The error is at most half a step of the grid, which with 8 bits is 1/250 of a block's largest magnitude. No residual
+    keeps it: the conservation laws hold for the means that leave the node. Rounding to nearest has the least error and
+    needs no random numbers. Parameters that are sent between nodes as float32 are sent so here, too.
 
     Args:
         coding: The codes.

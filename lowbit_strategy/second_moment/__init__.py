@@ -1,1 +1,1 @@
-"""Corrects Adam's second moment for what compression, or a smaller batch, adds to it."""
+"""Corrects Adam's second moment, which compression or a smaller batch enlarges."""

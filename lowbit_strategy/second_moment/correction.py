@@ -8,7 +8,7 @@ from lowbit_strategy.engine.transaction_listener import Follower
 
 
 class Correction(Follower):
-    """Corrects ``exp_avg_sq`` whenever an optimizer has stepped on what was reduced."""
+    """Corrects ``exp_avg_sq`` whenever an optimizer has stepped on reduced gradients."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         found = getattr(optimizer, "found_inf", None)  # set by a gradient scaler during the step
@@ -16,5 +16,5 @@ class Correction(Follower):
             self.correct_(optimizer)
 
     def correct_(self, optimizer: Optimizer) -> None:
-        """Correct what this step has made of it."""
+        """Correct ``exp_avg_sq`` after this step."""
         raise NotImplementedError

@@ -15,8 +15,7 @@ _LATE = 1 << 20  # in steps: after any warm-up
 
 def few_bits(assignments: Mapping[str, Assignment]) -> bool:
     """Whether there are codes whose noise costs an optimizer of Adam's kind steps, since its square adds to the second
-    moment. Measured for codes of two bits or fewer that keep what they have not sent; codes that keep nothing do not
-    need it.
+    moment. Measured for codes of two bits or fewer with residuals; codes without residuals do not need it.
     """
     uplinks = [each.method.uplink for each in assignments.values() if isinstance(each.method, CodecPair)]
     return any(
@@ -29,7 +28,7 @@ def few_bits(assignments: Mapping[str, Assignment]) -> bool:
 def _is_coarse(codec: Codec) -> bool:
     """Whether a value that is sent has fewer than `FEW_BITS` bits, including its share of scales."""
     while (inner := getattr(codec, "values", None) or getattr(codec, "codec", None)) is not None:
-        codec = inner  # what a rotation codes, or the values of the elements that are chosen
+        codec = inner  # the codec inside a rotation, or of chosen elements' values
     numel = 64 * codec.block_size
     return 8 * codec.wire_nbytes(numel) < FEW_BITS * numel
 

@@ -20,7 +20,7 @@ class NotExchanged(Follower):
 
     @property
     def extra(self) -> Any:
-        """What ranks exchange and keep, for plans."""
+        """Exchanges and memory, for plans."""
         return leaves.load("lowbit_strategy.second_moment.planned:NoSquares", "a plan")()
 
 
@@ -66,6 +66,6 @@ class MeanMoment(Correction, NotExchanged):
                 if "exp_avg_sq" not in state:
                     raise ValueError(unsuitable(optimizer))
                 m, v, g = (local_part(each) for each in (state["exp_avg"], state["exp_avg_sq"], param.grad))
-                unbiased = m / (1 - beta1 ** state["step"])  # may be on the device: the host does not wait
+                unbiased = m / (1 - beta1 ** state["step"])  # the step may be on the device: the host does not wait
                 v.addcmul_(g, g, value=(1 - beta2) * (share - 1))
                 v.addcmul_(unbiased, unbiased, value=(1 - beta2) * (1 - share))

@@ -1,4 +1,4 @@
-"""Which optimizers have a second moment that can be corrected."""
+"""Checks whether optimizers have a second moment that can be corrected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _DECOUPLED = ("AdamW",)  # weight decay is not part of the gradient
 
 
 def has_second_moment(optimizer: Optimizer) -> bool:
-    """Whether it has a second moment that can be corrected. Call it after a step."""
+    """Whether the optimizer has a second moment that can be corrected. Call it after a step."""
     if _is_unlike_adam(optimizer):
         return False
     states = [optimizer.state.get(param) for group in optimizer.param_groups for param in group["params"]]
@@ -29,7 +29,7 @@ def check_second_moment(optimizer: Optimizer, *, local_steps: bool) -> None:
         if local_steps and group.get("weight_decay") and not (decoupled or group.get("decoupled_weight_decay")):
             raise ValueError(
                 "second_moment=True with local steps needs a weight decay that is not part of the gradient, and"
-                f" {type(optimizer).__name__} adds {group['weight_decay']} times the weights: take AdamW, or leave"
+                f" {type(optimizer).__name__} adds {group['weight_decay']} times the weights: use AdamW, or leave"
                 " second_moment out"
             )
 
@@ -39,7 +39,7 @@ def _is_unlike_adam(optimizer: Optimizer) -> bool:
 
 
 def unsuitable(optimizer: Optimizer) -> str:
-    """The message that says what is wrong and what to do."""
+    """The message for an unsuitable optimizer."""
     return (
         "second_moment=True needs an optimizer that keeps exp_avg_sq, such as AdamW, and without amsgrad, and"
         f" {type(optimizer).__name__} does not, or not so: leave second_moment out"

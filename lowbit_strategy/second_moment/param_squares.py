@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 128
-KEPT = 0.75  # of what is known, at least, where there is something new
+KEPT = 0.75  # minimum weight of old statistics when new ones arrive
 ENERGY_KEPT = 0.8
-FLOOR = 0.01  # of the block's mean
+FLOOR = 0.01  # fraction of the block's mean
 
 
 @dataclass(slots=True)
 class ParamSquares:
-    """What a rank has added up since the last exchange, and the results of exchanges.
+    """A rank's sums since the last exchange, and the results of exchanges.
 
     Args:
         sums: This rank's squares since the window began, bfloat16 in the layout of the gradient's bucket; None: no
@@ -31,7 +31,7 @@ class ParamSquares:
         decoded: The decoded mean's squares, averaged in the same way, float32 ``[blocks]``.
         energies: The energy of the ranks' mean gradient and the mean of their energies, averaged in the same way,
             float32 ``[2]``.
-        average: What `v` would be for all elements of a block, float32 ``[blocks]``.
+        average: The value of `v` if it were equal for all elements of a block, float32 ``[blocks]``.
         pending: Squares, decoded squares and energies that were exchanged in this step, and the gap.
     """
 
@@ -60,7 +60,7 @@ class ParamSquares:
         return True
 
     def update(self, beta2: float) -> None:
-        """The optimizer has stepped. Statistics that are not finite are ignored."""
+        """Update statistics after the optimizer's step. Those that are not finite are ignored."""
         if self.pending is None:
             return
         squares, decoded, energies, gap = self.pending

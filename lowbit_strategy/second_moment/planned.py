@@ -20,7 +20,7 @@ from lowbit_strategy.second_moment.served import NUM_SUMS, ROOTS, SKETCH_NUMEL, 
 
 
 class NoSquares(Extra):
-    """Leaves second moments as they are, and says so where it matters."""
+    """Leaves second moments unchanged, and says so where it matters."""
 
     def lines(self, plan: StepPlan) -> list[str]:
         if plan.topology.num_peers == 1 or not few_bits(plan.assignments):
@@ -33,8 +33,10 @@ class NoSquares(Extra):
 
 
 class Squares(Extra):
-    """Args:
-    optional: Whether it may be given up because nobody has asked for it.
+    """The exchange of squares as numbers.
+
+    Args:
+        optional: Whether it may be given up, because the user has not requested it.
     """
 
     purpose = "Adam's second moment"
@@ -76,9 +78,7 @@ class Squares(Extra):
         *,
         copies: bool,
     ) -> int:
-        """Memory for sums of squares of whole gradients, and for the statistics of this rank's elements and of
-        blocks.
-        """
+        """Memory for sums of squares of whole gradients, and for statistics of this rank's elements and blocks."""
         members = [specs[name] for name in served(assignments)]
         numel = sum(spec.numel for spec in members)
         own = numel // topology.num_peers if members and members[0].sharded else numel

@@ -29,25 +29,27 @@ _log = logging.getLogger("lowbit_strategy")
 
 
 class SecondMomentOption(Part):
-    """Whether to correct it. None: if few bits need it, until an optimizer steps that is not like Adam."""
+    """Whether to correct the second moment. None: if few bits need it, until an optimizer steps that is not like
+    Adam.
+    """
 
     def __init__(self, options: SyncOptions) -> None:
         self._options, self._chosen = options, options.second_moment
 
     def check_options(self, options: Any) -> None:
         if self._chosen and options.two_level:
-            raise ValueError("second_moment=True does not go with two_level=True: leave one of them out")
+            raise ValueError("second_moment=True is incompatible with two_level=True: leave one of them out")
 
     def check_model(self, compressor: Compressor, specs: Sequence[TensorSpec]) -> None:
         if isinstance(compressor, Chooser) and self._chosen:
             raise ValueError(
-                "Auto chooses among compressors that do without second_moment: give one, such as LoCo(bits=1)"
+                "Auto chooses among compressors that do not need second_moment: give one, such as LoCo(bits=1)"
             )
 
     def on_ranks(self, prepared: PreparedModel) -> PreparedModel:
         if self._chosen and prepared.topology.node_size is not None and not prepared.scatter:
             raise ValueError(
-                "second_moment=True does not go with two levels, which these nodes have: give two_level=False, or"
+                "second_moment=True is incompatible with two levels, which these nodes have: give two_level=False, or"
                 ' FSDP2 with shard_size="node"'
             )
         return prepared
@@ -63,13 +65,13 @@ class SecondMomentOption(Part):
         return one_level and needs_squares(prepared.compressor, prepared.specs)  # as few bits need it
 
     def extra(self, prepared: PreparedModel) -> Any:
-        """What ranks exchange and keep, for plans."""
+        """Exchanges and memory, for plans."""
         if not self.exchanges_squares(prepared):
             return NotExchanged().extra
         return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")(optional=self._chosen is None)
 
     def given_up(self) -> SecondMomentOption:
-        """What to use if nobody has asked for it and it does not fit."""
+        """The replacement if the correction was not requested and does not fit."""
         return SecondMomentOption(replace(self._options, second_moment=False))
 
     def attach(self, sync: GradientSync, module: nn.Module, prepared: PreparedModel) -> None:
@@ -83,8 +85,8 @@ class SecondMomentOption(Part):
             return
         if sync.ranks.logs and not served(sync.state.assignments):
             _log.warning(
-                "second_moment=True corrects nothing: %s sends every gradient of this model as it is, or nearly. Leave"
-                " it out, unless a controller changes the compressor",
+                "second_moment=True corrects nothing: %s sends every gradient of this model exactly, or nearly so."
+                " Leave it out, unless a controller changes the compressor",
                 sync.compressor.name,
             )
         SecondMoment(sync, module)
@@ -98,7 +100,7 @@ class IfOfAdamsKind(SecondMoment):
     """
 
     def correct_(self, optimizer: Optimizer) -> None:
-        """`optimizer` has stepped on what was reduced."""
+        """Called when `optimizer` has stepped on reduced gradients."""
         if has_second_moment(optimizer):
             super().correct_(optimizer)
             return

@@ -1,4 +1,4 @@
-"""Whose second moment is corrected, and how squares of gradients are sent."""
+"""The parameters whose second moment is corrected, and the codec of squared gradients."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ ROOTS = CodecPair(BlockCodec(uniform(4, 128)))  # how roots of squares are sent
 
 
 def served(assignments: Mapping[str, Assignment]) -> list[str]:
-    """Parameters whose gradients have few bits; for others the optimizer's second moment is as good."""
+    """Parameters whose gradients have few bits; for others the optimizer's second moment needs no correction."""
     return [name for name, each in assignments.items() if each.kind == "compressed" and each.method != DENSE]

@@ -6,8 +6,8 @@ gradients needs no more steps than uncompressed training. This approximates that
 
 1. ranks add up the squares of their own exact gradients over a few steps
 2. they exchange the roots in 4 bits per element, in every step at first and at last in one of 32
-3. one ratio per parameter, from sketches of 64 numbers, says how much smaller the mean of the ranks' gradients is than
-   each of them
+3. one ratio per parameter, from sketches of 64 numbers, gives the size of the ranks' mean gradient relative to their
+   own gradients
 4. in between, the decoded gradient's mean square per block of 128, which the optimizer has anyway, carries ``v`` from
    step to step
 """
@@ -82,7 +82,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
         self._served: dict[Comm, _Served] = {}
         self._names: dict[int, str] = {}
         self.name_parameters()
-        self._kept: dict[str, ParamSquares] = {}  # as before reductions that may be rolled back
+        self._kept: dict[str, ParamSquares] = {}  # statistics before reductions that may be rolled back
         self._known: dict[str, ParamSquares] = {}
         self.has_left = False
         sync.transactions.follow(self)
@@ -91,11 +91,11 @@ class SecondMoment(Correction, BucketObserver, StepListener):
 
     @property
     def extra(self) -> Any:
-        """What ranks exchange and keep, for plans."""
+        """Exchanges and memory, for plans."""
         return leaves.load("lowbit_strategy.second_moment.planned:Squares", "a plan")()
 
     def name_parameters(self) -> None:
-        """The model may have other parameters than before."""
+        """Look up parameters again, because the model may have changed."""
         self._names |= {id(param): name for name, param in sharded_parameters(self._module).items()}
 
     def leave(self) -> None:
@@ -197,7 +197,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
 
     @torch.no_grad()
     def correct_(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped on what was reduced.
+        """Correct the second moment after the optimizer has stepped on reduced gradients.
 
         Raises:
             ValueError: It is not of Adam's kind.
@@ -209,7 +209,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
                 known = self._known.get(self._names.get(id(param), ""))
                 state = optimizer.state.get(param)
                 if known is None or param.grad is None or not (state or "betas" not in group):
-                    continue  # without state another optimizer inside this one, or another rank, steps it
+                    continue  # no state: an optimizer inside this one, or a different rank, steps it
                 if not state or _KEY not in state:
                     raise ValueError(unsuitable(optimizer))
                 beta2 = group["betas"][1]
@@ -280,7 +280,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
             self.leave()
         if not own or state.get("layout", self._layout()) != self._layout():
             if state["known"] and self._sync.ranks.logs:
-                _log.warning("squares of gradients were kept for shards with another layout: second_moment starts over")
+                _log.warning("squares were kept for shards with a different layout: second_moment starts over")
             return
         device = self._sync.device
         for name, kept in state["known"].items():

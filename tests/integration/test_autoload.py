@@ -164,7 +164,7 @@ def test_half_removed(broken: Path) -> None:
     assert where == str(broken / "lowbit_strategy" / "__init__.py")
     for messages in (before, after):  # at the import of Lightning, and not again when strategies are chosen
         assert [message for message in messages if "lightning.pytorch.strategies" in message] == [
-            "lowbit_strategy cannot serve lightning.pytorch.strategies: "
+            "lowbit_strategy cannot support lightning.pytorch.strategies: "
             "ModuleNotFoundError(\"No module named 'lowbit_strategy.register'\")"
         ]
 

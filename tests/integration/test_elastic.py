@@ -160,7 +160,7 @@ def test_one_that_does_not_fit_is_refused_and_the_others_do_not_notice(tmp_path:
         run.release("c")
         error = run.error("c")
         results = run.results("a", "b")
-    assert "this replica, c, does not fit" in error
+    assert "this replica, c, is not compatible" in error
     assert "model: larger instead of small" in error
     check_agreement(results)
     assert all(turn.members == ["a", "b"] for turn in results["a"].turns)
@@ -252,7 +252,7 @@ def test_a_lighthouse_that_is_not_there_is_an_error_that_says_so() -> None:
 
 def test_tensor_parallelism_inside_a_replica_is_refused() -> None:
     for error in [error for errors in run_ranks(_refused_in_parts, 2) for error in errors]:
-        assert error.startswith("ValueError: elastic serves")
+        assert error.startswith("ValueError: elastic supports")
         assert "without tensor parallelism" in error
 
 

@@ -243,7 +243,7 @@ def test_a_second_one_of_a_name_is_refused(tmp_path: Path) -> None:
         run.release(*"ab")
         run.wait_for(lambda: step_of(tmp_path, "b") >= 6, "a round")
         run.start("twin", fit_as_b)
-        assert "a replica of the name 'b' is there already" in run.error("twin")
+        assert "a replica with the name 'b' exists already" in run.error("twin")
         results = run.results("a", "b")
     assert results["a"] == results["b"]
     assert results["b"]["steps"] == 50
@@ -259,7 +259,7 @@ def test_of_two_new_ones_of_a_name_one_is_refused(tmp_path: Path) -> None:
             process.join(60)
         ended = sorted(process.exitcode for process in (run.processes["b"], run.processes["twin"]))
         assert ended == [0, 1]
-        assert "a replica of the name 'b' is there already" in run.output()
+        assert "a replica with the name 'b' exists already" in run.output()
 
 
 def resumed(elastic: Elastic, folder: Path) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def test_a_run_that_has_lost_all_its_members_resumes(tmp_path: Path) -> None:
 
 def test_a_replica_of_several_ranks_is_refused() -> None:
     errors = run_ranks(_refused, 2, process_group=None)
-    assert all("elastic serves replicas of one process each under DDP, and this one has 2" in error for error in errors)
+    assert all("replicas of one process each under DDP, but this one has 2" in error for error in errors)
 
 
 def _refused(rank: int, world_size: int) -> str:
@@ -302,8 +302,8 @@ def _refused(rank: int, world_size: int) -> str:
     ("options", "message"),
     [
         ({"outer": None}, "elastic needs local steps"),
-        ({"outer": DiLoCo(every=5, delay=1)}, "elastic does not go with delay"),
-        ({"outer": OverlapLocalSGD(every=5)}, "elastic does not go with overlaplocalsgd"),
+        ({"outer": DiLoCo(every=5, delay=1)}, "elastic does not support delay"),
+        ({"outer": OverlapLocalSGD(every=5)}, "elastic does not support overlaplocalsgd"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

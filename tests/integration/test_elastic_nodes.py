@@ -392,7 +392,7 @@ def test_a_node_of_another_size_is_refused_and_the_others_do_not_notice(tmp_path
         errors = [run.error(key) for key in ranks_of("c", 3)]
         results = run.results(*nodes("ab"))
     for error in errors:
-        assert "this replica, c, does not fit" in error
+        assert "this replica, c, is not compatible" in error
         assert "shard_size: 3 instead of 2" in error
     check_agreement(results)
     assert all(turn["members"] == ["a", "b"] for turn in results["a"]["turns"])
@@ -400,7 +400,7 @@ def test_a_node_of_another_size_is_refused_and_the_others_do_not_notice(tmp_path
 
 def test_a_run_whose_ranks_have_several_models_is_refused() -> None:
     errors = run_ranks(_refused, 2, process_group=None)
-    assert all("that share one model by FSDP2 alone, and this one has 2 ranks" in error for error in errors)
+    assert all("that share one model by FSDP2 only, but this one has 2 ranks" in error for error in errors)
 
 
 def _refused(rank: int, world_size: int) -> str:

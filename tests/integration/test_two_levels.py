@@ -291,7 +291,7 @@ def test_where_there_are_no_sums_inside_a_node(facts: list[Facts]) -> None:
         assert "intra=8 is not possible, because all ranks are on one node" in rank["one node"]
         assert "intra=8 is not possible, because all ranks share one model" in rank["one replica"]
         assert "intra=8 is not possible, because two_level=False" in rank["one level"]
-        assert "intra=8 is not possible, because under DDP each rank takes local steps by itself" in rank["outer"]
+        assert "intra=8 is not possible, because under DDP ranks take separate local steps" in rank["outer"]
         assert "intra=8 is not possible, because one rank has a whole model (shard_size=1)" in rank["one rank"]
         assert "rank 1 differs from rank 0 in intra: 8 instead of None" in rank["differs"]
 

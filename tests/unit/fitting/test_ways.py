@@ -151,7 +151,7 @@ def test_residuals_are_given_up_only_where_it_was_measured() -> None:
 
 def test_what_cannot_fit_is_an_error_with_the_arithmetic() -> None:
     with pytest.raises(
-        ValueError, match=r"would keep 4\d\.\d GB \(13\.\d GB for residuals, 13.* and 1 GB are allowed"
+        ValueError, match=r"would keep 4\d\.\d GB \(13\.\d GB for residuals, 13.* but only 1 GB are allowed"
     ) as error:
         chosen(LLAMA_13B, 1, room=1e9, limit=1e9)
     assert "at least 1" in str(error.value)
@@ -162,7 +162,7 @@ def test_amounts_of_small_models_are_told_in_units_that_show_them() -> None:
     small = [TensorSpec("weight", (256, 256))]
     found = list(memory_options(LoCo(), None, replace(setup(small, 1, 8), modules={}, wrapper="ddp"), may_recode=True))
     with pytest.raises(
-        ValueError, match=r"would keep [\d.]+ KB \(.*, at least [\d.]+ KB .* and 1 KB are allowed"
+        ValueError, match=r"would keep [\d.]+ KB \(.*, at least [\d.]+ KB .* but only 1 KB are allowed"
     ) as error:
         choose(found, 1000, 1000)
     enough = int(float(str(error.value).rpartition("memory=")[2]) * 1e9)

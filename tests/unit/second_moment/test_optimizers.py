@@ -16,7 +16,7 @@ def test_with_local_steps_a_weight_decay_within_the_gradient_is_refused() -> Non
         check_second_moment(optimizer, local_steps=True)
     decayed = Adam([param], weight_decay=0.1)
     check_second_moment(decayed, local_steps=False)
-    with pytest.raises(ValueError, match="take AdamW"):
+    with pytest.raises(ValueError, match="use AdamW"):
         check_second_moment(decayed, local_steps=True)
 
 
