@@ -18,7 +18,7 @@ from lowbit_strategy.ranks.ranks import Ranks
 
 # One parameter for each method in a configuration: compressed, high precision, exempt.
 _SPECS = (TensorSpec("matrix", (128, 512)), TensorSpec("table", (128, 512), "embedding"), TensorSpec("vector", (96,)))
-_DTYPES = (torch.float32, torch.bfloat16)  # of gradients: the actual one is only known in the first step
+_DTYPES = (torch.float32, torch.bfloat16)  # dtypes of gradients: the actual one is known in the first step
 
 
 class SingleRankBucket:

@@ -1,3 +1,3 @@
-"""Advice before training: what a step would take, with what certainty, and whether compression pays. Training does not
-import it.
+"""Advice before training: the predicted time of a step, its uncertainty, and whether compression pays off. Training
+does not import it.
 """

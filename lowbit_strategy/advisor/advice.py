@@ -1,6 +1,6 @@
-"""Predicts and compares every sensible set-up for a model and its links, and decides whether one pays.
+"""Predicts and compares every sensible set-up for a model and its links, and decides whether one pays off.
 
-A set-up is recommended only if it pays for all figures within their ranges.
+A set-up is recommended only if it pays off for all figures within their ranges.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Measured:
 
     Args:
         quality: ``same``: 4 bits, and no loss of a model is higher by more than chance. ``close``: at most half a per
-            cent higher on every model. ``worse``: more than that. ``local``: ranks train by themselves, which is
-            another algorithm.
+            cent higher on every model. ``worse``: more than that. ``local``: ranks train separately, which is a
+            different algorithm.
         loss: Percentage by which the validation loss is higher, the mean of the seeds.
         error: Standard error of that mean.
         steps: Percentage of additional steps to the same loss, at the learning rate that is best without compression or
@@ -60,11 +60,11 @@ class Measured:
 
     @property
     def times(self) -> float:
-        """How many times the steps of uncompressed training."""
+        """The number of steps relative to uncompressed training."""
         return 1 + max(0.0, self.steps or 0.0) / 100
 
 
-SQUARES = "*"  # after the name of what has second_moment=True
+SQUARES = "*"  # suffix of names with second_moment=True
 MEASURED = {
     "loco": Measured("same", -0.012, 0.153, 1.0),
     "loco2": Measured("close", 0.110, 0.429, 6.9),
@@ -75,14 +75,14 @@ MEASURED = {
     "diloco": Measured("local", 30.024, 0.824),
 }
 COMPARED = tuple(name for name in MEASURED if name in PRESETS)
-ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth the trouble
+ADVISE_MIN_SPEEDUP = 1.05  # times as fast: less is not worth it
 # Times as fast, at the best end of the range, from which measuring is worth it. That end assumes that everything favors
 # compression at once. Where compression paid although the likely figure said no, it was 1.65 or more.
 MEASURE_MIN_SPEEDUP = 1.5
 BENCH_MINUTES = 2
 _RULES = leaves.NAMES["OUTER_RULES"]
 _OF_SQUARES = "lowbit_strategy.second_moment.planned:Squares"
-_ROOM = 0.9  # of a device's memory: activations and the framework need the rest
+_ROOM = 0.9  # fraction of a device's memory: activations and the framework need the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +92,13 @@ class SetupOption:
     Args:
         name: The strategy's, with a star where it has ``second_moment=True``; ``ddp`` and ``fsdp`` with a type of float
             are the framework's own.
-        line: What to paste; empty for the framework's own.
+        line: The line to paste; empty for the framework's own.
         plan: Its messages and memory.
         held_per_param: Bytes for weight, gradient and two moments.
         time: Time of a step; None: without links there is no prediction.
-        measured: What is known of its loss; None: of the framework's own.
-        break_even: Bytes per second between nodes below which it comes to the same loss sooner than what it is compared
-            with.
+        measured: Measurements of its loss; None for the framework's own.
+        break_even: Bytes per second between nodes below which it reaches the same loss sooner than the set-up it is
+            compared with.
     """
 
     name: str
@@ -116,7 +116,7 @@ class SetupOption:
 
     @property
     def more_steps(self) -> float:
-        """How many times the steps of the framework's own it needs to the same loss."""
+        """The number of steps to the same loss, relative to the framework's own."""
         return 1.0 if self.measured is None else self.measured.times
 
     @property
@@ -133,11 +133,11 @@ class SetupOption:
 
     @property
     def memory(self) -> Memory:
-        """What compression keeps."""
+        """The memory that compression keeps."""
         return Memory() if self.measured is None else memory_of(self.plan)
 
     def held_nbytes(self, workload: Workload) -> int:
-        """Bytes that a rank holds for the model: weights, gradients, two moments, and what compression keeps."""
+        """Bytes that a rank holds for the model: weights, gradients, two moments, and compression's state."""
         ranks = {"ddp": 1, "fsdp": workload.world_size, "hsdp": workload.ranks_per_node}[self.plan.wrapper]
         return round(workload.numel * self.held_per_param / ranks) + self.memory.total
 
@@ -209,7 +209,7 @@ def _ours(
     situation: Situation | None,
     against: Callable[[float], float] | None,
 ) -> SetupOption:
-    """`against`: the framework's own, over the bandwidth that one part of the model has."""
+    """`against`: the framework's own, over the bandwidth of one part of the model."""
     preset, measured, held = name.removesuffix(SQUARES), MEASURED[name], workload.held_per_param
     full = f"{preset}_{plan.wrapper}"
     line = _line(name, plan, workload.tensor_parallel)
@@ -241,12 +241,12 @@ def _line(name: str, plan: StepPlan, tensor_parallel: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times as fast as the framework's own a set-up reaches the same loss."""
+    """The factor by which a set-up reaches the same loss faster than the framework's own."""
 
     likely: float
     low: float
     high: float
-    baseline: str = "bf16"  # of the framework's own
+    baseline: str = "bf16"  # dtype of the framework's own
 
     def __str__(self) -> str:
         ends = f"{self.low:.2g} to {self.high:.2g}"
@@ -254,7 +254,7 @@ class Gain:
 
     @property
     def answer(self) -> Answer:
-        """A plain yes needs the lower end above what pays, a plain no the upper end below what is worth measuring."""
+        """A plain yes needs the lower end to pay off; a plain no needs the upper end not to be worth measuring."""
         if self.low > ADVISE_MIN_SPEEDUP:
             return "use"
         if self.likely > ADVISE_MIN_SPEEDUP or self.high >= MEASURE_MIN_SPEEDUP:
@@ -267,7 +267,7 @@ class Verdict:
     """The answer.
 
     Args:
-        answer: ``use``: it pays for all figures within their ranges. ``measure``: it may. ``no``.
+        answer: ``use``: it pays off for all figures within their ranges. ``measure``: it may. ``no``: it does not.
         choice: The fastest set-up that keeps the loss and fits; None: there is none.
         gain: Gain of that set-up.
         sentence: The message for the user.
@@ -285,7 +285,7 @@ def decide(found: Sequence[SetupOption], workload: Workload, situation: Situatio
     Args:
         found: All set-ups, timed.
         workload: Model and ranks.
-        situation: What they were timed with.
+        situation: The links and compute with which they were timed.
         close: Whether to include set-ups with fewer than 4 bits.
     """
     if workload.world_size == 1:
@@ -335,9 +335,9 @@ def gain_of(choice: SetupOption, own: Sequence[SetupOption], situation: Situatio
     """The gain over the fastest of the framework's own.
 
     1. likely: the figures as they are
-    2. low: of all figures at either end of their ranges where compression gains least, while the framework overlaps all
-       that it can and compression nothing
-    3. high: the other way round
+    2. low: all figures at the ends of their ranges where compression gains least, while the framework overlaps all that
+       it can and compression nothing
+    3. high: the opposite
     """
     names: list[What] = [each.what for each in situation.figures]
     corners = itertools.product(*((each.best, each.worst) for each in situation.figures))
@@ -370,7 +370,7 @@ def break_even(
     low, high = 1e4, ANY_RATE
     if not is_faster(low):
         return None
-    for _ in range(11):  # to a hundredth
+    for _ in range(11):  # accurate to a hundredth
         middle = (low * high) ** 0.5
         low, high = (middle, high) if is_faster(middle) else (low, middle)
     return low if low < 0.9 * ANY_RATE else ANY_RATE

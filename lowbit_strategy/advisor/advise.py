@@ -96,7 +96,7 @@ def advise(
     workload = _workload(number, model, hf_config, nodes, ranks_per_node, tensor_parallel, precision)
     on_cpu = cpu or (measured is not None and measured.cluster.gloo)
     situation = gather(given, workload.numel, measured, known, on_cpu=on_cpu, rdma=rdma)
-    situation = situation.at({"link": 1 / tensor_parallel})  # each part's messages have as much of it
+    situation = situation.at({"link": 1 / tensor_parallel})  # each part's messages get an equal share
     if on_cpu:
         far = is_far(situation.cluster.inter_node.latency_s)
         workload = replace(workload, device_type="cpu", far=far)
@@ -236,7 +236,7 @@ def _as_dict(choice: Any, workload: Any) -> dict[str, Any]:
 
 
 def _everything(found: Sequence[Any], workload: Any, situation: Any, verdict: Any, sources: str) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """The output of ``--json``."""
     return {
         "answer": verdict.answer,
         "advice": verdict.choice.line if verdict.answer == "use" else None,

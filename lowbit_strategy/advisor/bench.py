@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-_SLOW = {"exdyna", "partition", "warmup"}  # presets that code as another preset does, or need a whole model
+_SLOW = {"exdyna", "partition", "warmup"}  # presets that code like a different one, or need a whole model
 
 
 def bench(
@@ -38,7 +38,7 @@ def bench(
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    presets = sorted(COMPARED if world_size > 1 else PRESETS.keys() - _SLOW)  # links take long enough
+    presets = sorted(COMPARED if world_size > 1 else PRESETS.keys() - _SLOW)  # measuring links takes long enough
     try:
         with torch.no_grad(), Progress(console=Console(stderr=True), disable=rank > 0, transient=True) as progress:
             coding = progress.add_task("codecs, then links", total=len(presets))

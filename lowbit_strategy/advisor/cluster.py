@@ -12,7 +12,7 @@ from lowbit_strategy.options.conversion import convert
 from lowbit_strategy.version import __version__
 
 ANY_RATE = 1e12  # bytes per second: faster than any link
-FORMAT = 6  # of the file
+FORMAT = 6  # format of the file
 _LEAST = 1e-300  # above 0
 
 
@@ -53,7 +53,7 @@ class Link:
             check_finite(self, least=0.0, **{f"measured[{at}]": min(point)})
 
     def traveling_s(self, nbytes: float) -> float:
-        """Seconds beyond the latency: straight lines between what was measured, then the rate."""
+        """Seconds beyond the latency: interpolated between measurements, then by the rate."""
         last = (0.0, 0.0)
         for point in self.measured:
             if nbytes <= point[0]:
@@ -62,8 +62,8 @@ class Link:
         return last[1] + (nbytes - last[0]) / self.nbytes_per_s
 
     def split_s(self, nbytes: float) -> tuple[float, float]:
-        """`traveling_s` in two: by how much a message alone is slower than the rate, in which others could travel; and
-        the seconds for which it keeps the link busy.
+        """`traveling_s` in two parts: the delay of a lone message compared with the rate, in which others could travel;
+        and the seconds for which it keeps the link busy.
         """
         seconds = self.traveling_s(nbytes)
         busy = min(seconds, nbytes / self.nbytes_per_s)
@@ -87,7 +87,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How fast a rank encodes or decodes while all others do, too.
+    """A rank's speed of encoding or decoding while all others do the same.
 
     Args:
         numel_per_s: Elements per second, a hop.
@@ -119,7 +119,7 @@ class Cluster:
     Args:
         inter_node: The link of a node, which its ranks share.
         intra_node: Links of each rank to the others of its node.
-        coding: How fast ranks code; None: in no time.
+        coding: The ranks' coding speed; None: coding takes no time.
         gloo: Whether CPUs compute and gloo sends: no trees where those wait less often than rings, as NCCL has them; an
             uncompressed reduce-scatter sends as much as an all-reduce; and FSDP2 waits for each of its collectives.
         codings: Speeds by the names of presets, for `coding_as`.
@@ -142,7 +142,7 @@ class Cluster:
         )
 
     def coding_as(self, preset: str) -> Cluster:
-        """The same with the speed of a preset's codecs, if that was measured."""
+        """The cluster with the speed of a preset's codecs, if that was measured."""
         return replace(self, coding=self.codings.get(preset, self.coding))
 
 
@@ -152,8 +152,8 @@ class Bench:
 
     Args:
         version: Version of this package.
-        nodes: How many there are; of one, `Cluster.inter_node` means nothing.
-        ranks_per_node: Ranks of each node; with one, `Cluster.intra_node` means nothing.
+        nodes: Number of nodes; with one, `Cluster.inter_node` is meaningless.
+        ranks_per_node: Ranks of each node; with one, `Cluster.intra_node` is meaningless.
         cluster: Links while all ranks send at once, and codecs.
     """
 

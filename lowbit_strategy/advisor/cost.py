@@ -26,7 +26,7 @@ from lowbit_strategy.advisor.cluster import Cluster, Link
 from lowbit_strategy.plan.messages import EXACT_WEIGHTS, Message, TransferGroup
 from lowbit_strategy.plan.plan import StepPlan
 
-FORWARD_SHARE = 1 / 3  # of a step's compute: backward takes twice as long
+FORWARD_SHARE = 1 / 3  # fraction of a step's compute: backward takes twice as long
 
 
 @dataclass(frozen=True, slots=True)

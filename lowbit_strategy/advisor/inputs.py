@@ -36,12 +36,12 @@ _RANGES: Mapping[tuple[What, Source], tuple[float, float]] = {
 _RDMA_LINK = (0.3, 1.25)  # instead of ("link", "given")
 _MEASURED = (0.8, 1.3)
 _FAR_LINK = (0.55, 1.8)  # of a measured far link: one message of 3 MB took 1.1 to 1.9 s from one call to the next
-_ADDED_S = 30e-6  # latency of the software, which nobody gives
+_ADDED_S = 30e-6  # software latency, which is not an input
 DEFAULTS = {"link": "10gbit", "latency": "0.1ms", "inside": "50GB/s", "memory": "80GB"}
 _INSIDE_LATENCY_S = 5e-6
 _CODING, _CODING_ON_CPU = Coding(1e11, 4e-4), Coding(1e9)  # an H100 was measured at 2.3e11; a core or two
-_TOKENS, _FLOPS, _FLOPS_ON_CPU = 4096, 2e14, 2e11  # of a step where nobody says how long it takes
-_USED = 0.4  # of a GPU's peak, which training computes at
+_TOKENS, _FLOPS, _FLOPS_ON_CPU = 4096, 2e14, 2e11  # a step's, if its time is not given
+_USED = 0.4  # fraction of a GPU's peak that training reaches
 
 
 @dataclass(frozen=True, slots=True)

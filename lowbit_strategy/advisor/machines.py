@@ -11,7 +11,7 @@ from lowbit_strategy.options.conversion import did_you_mean
 
 
 def find_machine(name: str) -> Mapping[str, Any]:
-    """What a machine's maker publishes: a row of `machines.json`.
+    """A machine's published figures: a row of `machines.json`.
 
     Raises:
         ValueError: There is none of that name.

@@ -24,20 +24,20 @@ _AHEAD = 2.0  # times as long as the host needs to ask for what is timed, a GPU 
 _NUMEL = {"cpu": 1 << 20, "cuda": 1 << 25}
 _TENSORS, _SMALL_NUMEL = 8, 1 << 13
 _ENOUGH_S, _MOST_TIMES, _FEWEST_TIMES = 0.06, 144, 2
-_REPEATS = 2  # of a large bucket, whose fastest counts
+_REPEATS = 2  # repeats of a large bucket; the fastest counts
 _MOST_QUEUED = 8  # buckets that a GPU is asked for at once: its queue holds about a thousand launches
 
 _SMALL_NBYTES = 64
-_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # of what goes to each other rank
-_RING_SIZES = tuple(4 * nbytes for nbytes in _SIZES)  # of what goes round a ring, up to most of a bucket of DDP's
+_SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)  # bytes to each other rank
+_RING_SIZES = tuple(4 * nbytes for nbytes in _SIZES)  # bytes around a ring, up to most of a DDP bucket
 _LONG_S, _LONG_FAR_S = 0.25, 1.0  # a message that takes so long tells the bandwidth well enough
 _WARM = 0.8  # a connection that was idle begins slowly: calls are repeated until one takes at least so much of the last
 _MOST_WARMING = 8
-_LINK_S, _MOST_CALLS, _FEWEST_CALLS, _FEWEST_FAR = 0.35, 12, 3, 6  # of one measurement
+_LINK_S, _MOST_CALLS, _FEWEST_CALLS, _FEWEST_FAR = 0.35, 12, 3, 6  # per measurement
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes until the device has done what it asks for."""
+    """The time of a call, until the device has finished."""
     _finish(device)
     began = time.perf_counter()
     call()
@@ -51,7 +51,7 @@ def _finish(device: torch.device) -> None:
 
 
 def device_seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """How long the device works for a call.
+    """The device's time for a call.
 
     A GPU does what the host has asked for while the host asks for more, so where the host is the slower one the wall's
     clock shows the host. Here the GPU first copies memory until the host is through with the call, and then does it in

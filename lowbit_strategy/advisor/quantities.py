@@ -9,7 +9,7 @@ _BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10,
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6}
 _RATE = "a bandwidth such as 10gbit or 300GB/s"
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_SMALLEST, _LARGEST = 1e-9, 1e15  # of bytes, seconds and bytes per second: beyond them somebody has mistyped
+_SMALLEST, _LARGEST = 1e-9, 1e15  # bytes, seconds or bytes per second beyond these are typing errors
 
 
 def rate(text: str) -> float:

@@ -1,4 +1,4 @@
-"""What the framework sends by itself, without compression."""
+"""The framework's own messages, without compression."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ring_of(nbytes: float, plan: StepPlan, *, hops: int, scattered: bool = False
 
 
 def uncompressed(plan: StepPlan, itemsize: int, weights_itemsize: int | None = None) -> StepPlan:
-    """What the framework sends by itself for the same model on the same ranks.
+    """The framework's own messages for the same model on the same ranks.
 
     Args:
         plan: The plan with compression.

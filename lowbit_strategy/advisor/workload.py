@@ -1,4 +1,4 @@
-"""What is trained and where, and what a strategy plans for it."""
+"""The model and ranks, and a strategy's plan for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRECISIONS = {  # as Lightning calls them: itemsize and held_per_param of a work
 
 
 def layers_of(specs: Iterable[TensorSpec], itemsize: int) -> dict[str, ModuleLayout]:
-    """What is usually sharded together: parameters whose names have the first number in common, and the rest."""
+    """Parameters that are usually sharded together: those whose names share the first number, and the rest."""
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     modules: dict[str, list[TensorSpec]] = {}
     for spec in specs:
@@ -113,7 +113,7 @@ class Workload:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (of one model)
     def parts(self, topology: Topology, wrapper: Wrapper) -> list[TensorSpec]:
-        """What the first rank reduces of each parameter."""
+        """The part of each parameter that the first rank reduces."""
         return topology.own_parts(self.specs, sharded=wrapper == "fsdp")
 
 
@@ -161,7 +161,7 @@ def topology_for(workload: Workload, wrapper: Wrapper, *, local: bool = False) -
 
 
 def assign(workload: Workload, compressor: Compressor) -> Mapping[str, Assignment]:
-    """What each whole parameter gets once all warm-ups are over."""
+    """The assignment of each whole parameter after all warm-ups."""
     late = compressor.phase(_LATE)
     late.check(workload.specs)
     return assign_all(late, workload.specs)

@@ -24,7 +24,7 @@ class Frozen:
         self._module = module
         keep_names(module)
         self._frozen = {name: param for name, param in named_parameters(module) if not param.requires_grad}
-        self._expected = trainable_parameters(module)  # whose gradients DDP waits for
+        self._expected = trainable_parameters(module)  # DDP waits for their gradients
         self._look_up()
 
     def _look_up(self) -> None:

@@ -177,8 +177,8 @@ class GradientUse(LearningRates):
             self._delivered.note_after_backward({name: self._params[name] for name in undecided})
 
     def _zeroed(self, names: Iterable[str]) -> list[str]:
-        """Which parameters ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero on all
-        ranks.
+        """The parameters that ``zero_grad(set_to_none=False)`` has cleared: all gradients of an optimizer are zero on
+        all ranks.
 
         Zeros in one parameter or on one rank prove nothing: no batch may have used its rows of an embedding.
         """

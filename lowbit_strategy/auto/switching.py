@@ -19,7 +19,7 @@ _MIB = 1024 * 1024
 
 
 class DDPSwitch:
-    """A DDP model, which the engine serves at first.
+    """A DDP model, which uses the engine's communication at first.
 
     The engine's buckets have the default size unless the user has chosen one; the framework's keep their size.
 
@@ -78,7 +78,7 @@ def _set_bucket_cap(model: Any, nbytes: int) -> None:
 
 
 class FSDPSwitch:
-    """A model that FSDP2 shards, which the engine serves at first.
+    """A model that FSDP2 shards, which uses the engine's communication at first.
 
     Args:
         hook: The model's hook.

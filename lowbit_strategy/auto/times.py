@@ -43,7 +43,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is used from now on: candidate number `chosen` (None: the framework's own), and the reason."""
+    """The decision: candidate number `chosen` (None: the framework's own steps), and the reason."""
 
     chosen: int | None
     reason: str

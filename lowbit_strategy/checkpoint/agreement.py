@@ -1,4 +1,4 @@
-"""What ranks agree on when a checkpoint is loaded: its stamp, and what to do if some of them cannot restore."""
+"""The agreement of ranks when a checkpoint is loaded: its stamp, and what to do if some of them cannot restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine may ask about the optimizers that step its model."""
+"""The learning rates of the optimizers that step an engine's model."""
 
 from __future__ import annotations
 

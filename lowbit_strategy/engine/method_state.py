@@ -211,7 +211,7 @@ class MethodState:
         return self.store(name).residual(name)
 
     def export_unsent(self, name: str) -> Tensor | None:
-        """What this rank has not sent yet of one parameter, leftovers included, in units of the gradient."""
+        """This rank's unsent residual of one parameter, including leftovers, in units of the gradient."""
         return sum_of_known(self.store(name).export_unsent(name), self.carryover.get(name))
 
     def all_tensors(self) -> list[Tensor]:

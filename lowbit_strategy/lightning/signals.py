@@ -6,9 +6,9 @@ forward pass, or on some ranks only. Then a rank would wait in its handler for a
 signal is only noted when it arrives. At the start of the next batch the ranks tell each other what has arrived, and
 then all of them run the handlers together.
 
-Far ranks begin this exchange before a backward pass, so that the answers travel with the gradients and nobody waits for
-them. For near ranks that would save nothing, and this exchange can name a rank that was lost between two steps, which
-DDP's exchange in the forward pass cannot.
+Far ranks begin this exchange before a backward pass, so that the answers travel with the gradients and no rank waits
+for them. For near ranks that would save nothing, and this exchange can name a rank that was lost between two steps,
+which DDP's exchange in the forward pass cannot.
 """
 
 from __future__ import annotations

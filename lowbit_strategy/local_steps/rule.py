@@ -246,7 +246,7 @@ def _check_keeps_weights(optimizer: Any) -> None:
     """
     inner: Any = optimizer
     while inner is not None:
-        is_wrapper = type(inner).__module__.startswith("accelerate.")  # which has these methods for any optimizer
+        is_wrapper = type(inner).__module__.startswith("accelerate.")  # it has these methods for any optimizer
         if not is_wrapper and callable(getattr(inner, "train", None)) and callable(getattr(inner, "eval", None)):
             raise ValueError(
                 f"{type(inner).__name__} exchanges the model's weights in its train() and eval(), for this rank's own"

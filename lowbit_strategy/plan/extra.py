@@ -13,7 +13,7 @@ from lowbit_strategy.ranks.topology import Topology
 
 
 class Extra:
-    """What ranks send and keep for a purpose other than gradients. This base class sends and keeps nothing.
+    """Exchanges and memory for a purpose other than gradients. This base class has none.
 
     A `Follower` of gradients returns it as `extra`, and a `Part` before there is an engine (`WithExtra`).
 

@@ -52,7 +52,7 @@ class Run:
     observations: list[Line]
     levels: list[Line]
     switches: list[Line]
-    members: list[Line]  # of replicas that come and go, when they have changed
+    members: list[Line]  # changes of replicas that come and go
     warnings: list[Line]
     validations: list[Line]
     logged: dict[str, Series]  # columns of the CSV logger that are losses

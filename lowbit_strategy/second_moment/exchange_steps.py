@@ -12,8 +12,9 @@ _GROWTH = 4  # steps without an exchange: a quarter of those so far, at most `EV
 
 
 def turns(names: Sequence[str]) -> dict[str, int]:
-    """How many steps earlier each parameter is exchanged than the first ones, so that only a part of the model adds up
-    squares at a time. Turns follow the model's order, not modules or buckets, so that neighbors are sent together.
+    """The number of steps by which each parameter is exchanged before the first ones, so that only a part of the model
+    adds up squares at a time. Turns follow the model's order, not modules or buckets, so that neighbors are sent
+    together.
     """
     return {name: WINDOW * (EVERY // WINDOW * at // len(names)) for at, name in enumerate(names)}
 

@@ -57,7 +57,7 @@ class MeanMoment(Correction, NotExchanged):
             return
         for group in optimizer.param_groups:
             beta1, beta2 = group["betas"]
-            noise = (1 - beta1) / (1 + beta1)  # of the first moment, in variances of a gradient
+            noise = (1 - beta1) / (1 + beta1)  # variance of the first moment, relative to a gradient's
             share = (1 / num_ranks - noise) / (1 - noise) if noise < 1 / num_ranks else 0.0
             for param in group["params"]:
                 state = optimizer.state.get(param)

@@ -62,7 +62,7 @@ class SecondMomentOption(Part):
         if prepared.options.outer is not None or self._chosen is not None:
             return prepared.options.outer is None and bool(self._chosen)
         one_level = prepared.scatter or prepared.topology.node_size is None
-        return one_level and needs_squares(prepared.compressor, prepared.specs)  # as few bits need it
+        return one_level and needs_squares(prepared.compressor, prepared.specs)  # if few bits need it
 
     def extra(self, prepared: PreparedModel) -> Any:
         """Exchanges and memory, for plans."""

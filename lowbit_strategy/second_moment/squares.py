@@ -182,7 +182,7 @@ class SecondMoment(Correction, BucketObserver, StepListener):
         yield comm.all_reduce(numbers)
         for param, squares, sums in zip(inner.params, found, numbers / comm.world_size, strict=True):
             exact, (mean_energy, total, found_total) = sums[:SKETCH_NUMEL].square().sum(), sums[SKETCH_NUMEL:]
-            if self._sync.sharded:  # of each element one rank knows it
+            if self._sync.sharded:  # only one rank knows it for each element
                 found_total = found_total * comm.world_size
             scale = torch.where(found_total > 0, total / found_total, 0.0)  # a mean of roots is too small
             known = self._known[param.name]

@@ -183,8 +183,7 @@ class Method(ABC):
 
 
 def unsent_part(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> Tensor | None:
-    """What has not been sent yet according to a parameter's state, live or saved: float32 ``[numel]``, in units of the
-    gradient.
+    """The unsent residual in a parameter's state, live or saved: float32 ``[numel]``, in units of the gradient.
 
     A sender has not sent ``residual / residual_gain`` of its own gradient; an owner has not sent the same of its
     share's mean, of which a sender's gradient is 1 / W. None if there is no residual.

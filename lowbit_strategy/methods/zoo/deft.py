@@ -53,7 +53,7 @@ def parts_of(sizes: Sequence[int], world_size: int) -> list[tuple[int, int, int]
 def assign_parts(
     sizes: Sequence[int], norms: Sequence[float], density: float, world_size: int, first_rank: int
 ) -> list[AssignedPart]:
-    """Which rank selects how many elements of which part; the same on all ranks.
+    """Assign parts to ranks, with the number of elements to select in each; the same on all ranks.
 
     1. the k of the model is split over parts by their norms, at least one each
     2. in descending order of cost, ``size * log2(k)``, each part goes to the rank with the least cost so far, ties in

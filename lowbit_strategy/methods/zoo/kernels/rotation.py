@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit_strategy.kernels import backends
 from lowbit_strategy.kernels.reference.rng import dither
 
-MAX_SIZE = 512  # largest row that one warp holds in its registers
+MAX_SIZE = 512  # longest row that one warp holds in registers
 _SIGN_KEY = 0x5167
 
 
