@@ -73,8 +73,7 @@ def check_stop_and_resume(controller: Controller, *, sharded: bool, stop: int, n
     def run(steps: range, saved: Saved | None = None) -> tuple[list[object], Saved]:
         ticks = iter(range(len(steps) + 1))
         sync = engine(Dense(), sharded=sharded, seed=5)
-        driver = AdaptiveDriver(controller, timer=lambda: float(next(ticks)))
-        driver.attach(sync)
+        driver = AdaptiveDriver(controller, sync, timer=lambda: float(next(ticks)))
         if saved is not None:
             restore(sync, saved, load_rank=lambda _: saved, on_world_size_change="reset")
             sync.listeners.end_step(counted=False)  # the timer's first tick, as the step before would have made

@@ -56,6 +56,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
     Args:
         controller: The controller.
+        sync: The engine, into which no checkpoint has been loaded yet.
         clock: Returns the progress for a number of completed steps, the same on all ranks. By default only steps are
             counted.
         timer: Returns the time in seconds, for step times.
@@ -65,57 +66,40 @@ class AdaptiveDriver(BucketObserver, StepListener):
         warnings: Warnings since the caller last cleared the list.
         accumulation: Batches per optimizer step, if the controller sets it; the framework's adapter applies it.
         learning_rate_factor: Factor on the scheduler's learning rate, also applied by the adapter.
+
+    Raises:
+        ValueError: The controller does not support this model.
     """
 
     def __init__(
         self,
         controller: Controller,
+        sync: GradientSync,
         clock: Callable[[int], Progress] | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.controller = controller
+        _check_supported(controller, sync)
+        self.controller, self.sync = controller, sync
         self.clock = clock or (lambda step: Progress(step=step))
         self.timer = timer
         self.labels = labels(controller.levels)
         self.events: list[Event] = []
         self.warnings: list[str] = []
-        self.accumulation: int | None = None
+        self.accumulation = controller.initial_accumulation
         self.learning_rate_factor = 1.0
         self.levels: Mapping[str, int] = {}
-        self.state: State = {}
+        self.state = self._initial_state()
         self._decided_step: int | None = None
         self._probe = Probe()
-        self._figures: Any = None
-
-    def attach(self, sync: GradientSync) -> None:
-        """Take over `sync`, before a checkpoint is loaded into it.
-
-        Raises:
-            ValueError: The controller does not support this model.
-        """
-        if sync.ranks.comes_and_goes:
-            raise ValueError(
-                f"{type(self.controller).__name__} does not support replicas that join and leave: a new one would not"
-                " know earlier decisions. Leave the controller out"
-            )
-        if self.controller.initial_accumulation is not None and sync.has_rounds:
-            raise ValueError(
-                f"{type(self.controller).__name__} does not support rounds of several steps: it judges gradients and"
-                " sets a step's number of batches, and in rounds only weights travel. Synchronize in every step, or use"
-                " a controller that does not change the batch, such as Accordion"
-            )
-        self.sync = sync
-        self.state = self._initial_state()
-        self.accumulation = self.controller.initial_accumulation
-        self.levels = {}
         sync.listeners.add(self, StepPhase.DECIDE)
         self._window = WindowSums(sync)
+        self._figures: Any = None
         if leaves.is_present(_FIGURES):
-            self._figures = leaves.load(_FIGURES, _FIGURES)(sync, self.controller, lambda: self.timer())
+            self._figures = leaves.load(_FIGURES, _FIGURES)(sync, controller, lambda: self.timer())
         sync.save_with(EXTRA_STATE_KEY, self)
         if sync.device.type == "cuda":  # compile kernels
             sizes = dict.fromkeys(ranks.peers.world_size for ranks in sync.all_ranks)
-            for level, size in itertools.product(self.controller.levels, sizes):
+            for level, size in itertools.product(controller.levels, sizes):
                 rehearse(level.phase(sync.step_index), world_size=size, sharded=sync.sharded, device=sync.device)
 
     def _initial_state(self) -> State:
@@ -189,7 +173,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
         if probe.accumulate is not None:
             self._window.accumulate(probe.accumulate)
         if self._figures is not None:
-            self._figures.probe = probe
+            self._figures.ask(probe)
         elif probe.levels or probe.end_to_end or probe.seconds:
             leaves.load(_FIGURES, type(self.controller).__name__)
 
@@ -200,7 +184,7 @@ class AdaptiveDriver(BucketObserver, StepListener):
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
         probe = self._probe
-        views = [slot.within(x, out) for slot in bucket.params]
+        views = [param.within(x, out) for param in bucket.params]
         if probe.accumulate == "local":
             self._add(views)
         yield from stages
@@ -212,7 +196,8 @@ class AdaptiveDriver(BucketObserver, StepListener):
             self._window.add(view, square=self._probe.square)
 
     def end_step(self, *, counted: bool) -> None:
-        self._window.num_steps += counted and self._probe.accumulate is not None
+        if counted and self._probe.accumulate is not None:
+            self._window.count_step()
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -246,6 +231,21 @@ class AdaptiveDriver(BucketObserver, StepListener):
         self.levels = dict(state["levels"])
         if self.levels:
             self._choose_levels()
+
+
+def _check_supported(controller: Controller, sync: GradientSync) -> None:
+    """Raise a ValueError if `controller` does not support how `sync` synchronizes."""
+    if sync.ranks.comes_and_goes:
+        raise ValueError(
+            f"{type(controller).__name__} does not support replicas that join and leave: a new one would not"
+            " know earlier decisions. Leave the controller out"
+        )
+    if controller.initial_accumulation is not None and sync.has_rounds:
+        raise ValueError(
+            f"{type(controller).__name__} does not support rounds of several steps: it judges gradients and"
+            " sets a step's number of batches, and in rounds only weights travel. Synchronize in every step, or use"
+            " a controller that does not change the batch, such as Accordion"
+        )
 
 
 def _extended(fresh: Any, old: Any) -> Any:

@@ -19,9 +19,10 @@ import torch
 from torch.optim import Optimizer
 
 from lowbit_strategy import leaves
+from lowbit_strategy.adaptation.bounds_watch import BoundsWatch
 from lowbit_strategy.adaptation.driver import AdaptiveDriver, level_metrics
 from lowbit_strategy.adaptation.monitor_options import MonitorOptions
-from lowbit_strategy.control.base import Controller, Progress, State
+from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.inform import inform, listed
@@ -66,7 +67,7 @@ class ModelControl(StepListener):
         self._given_log: Log | None = None
         self._optimizer: Optimizer | None = None  # the one whose learning rate is shown
         self._record: Any = None
-        self._bounds: State = {}  # how often groups were out of bounds
+        self._bounds: BoundsWatch | None = None
         self._shown: Observation | None = None  # the last reported observation
         self._progress: Progress | None = None  # the observed step's
         self._reported = False  # whether the current levels were logged and recorded
@@ -116,10 +117,8 @@ class ModelControl(StepListener):
             )
         if clock is not None:
             self._given_clock, self._optimizer = clock, None
-        driver = AdaptiveDriver(controller, clock=self.progress)
-        driver.attach(self.sync)
-        self.driver = driver
-        return driver
+        self.driver = AdaptiveDriver(controller, self.sync, self.progress)
+        return self.driver
 
     def monitor(
         self,
@@ -151,8 +150,7 @@ class ModelControl(StepListener):
             group_by=options.group_by,
         )
         if options.bounds is not None:
-            self._bounds = options.bounds.init()
-            self.sync.save_with("bounds", self)
+            self._bounds = BoundsWatch(options.bounds, self.sync)
         return self.observer
 
     # -- moments ------------------------------------------------------------------------------------------------------
@@ -300,28 +298,10 @@ class ModelControl(StepListener):
     def _report_observation(self, observation: Observation) -> None:
         if self._is_logged:
             self._send(observation_metrics(observation), observation.step)
-        texts = self._out_of_bounds(observation) + self._not_finite(observation)
+        texts = [] if self._bounds is None else self._bounds.observe(observation)
+        texts += self._not_finite(observation)
         if self._record is not None:
             self._record.observed(observation, self._progress or Progress(step=observation.step), self.loss, texts)
-
-    def _out_of_bounds(self, observation: Observation) -> list[str]:
-        """A message for each group that leaves its bounds or returns. Rank 0 warns."""
-        if self.options is None or (bounds := self.options.bounds) is None:
-            return []
-        found = bounds.update({group: each.reading for group, each in observation.groups.items()}, self._bounds)
-        self._bounds = found.state
-        texts = [f"{group}: {reason}, {bounds.patience} times in a row" for group, reason in found.raised.items()]
-        texts += [f"{group}: within its bounds again" for group in found.cleared]
-        for text in texts if self.sync.ranks.logs else ():
-            _log.warning("step %d: compression of %s", observation.step, text)
-        return texts
-
-    def state_dict(self) -> State:
-        """The state of the bounds, saved with the residuals."""
-        return self._bounds
-
-    def load_state_dict(self, state: State) -> None:
-        self._bounds = state
 
     def _not_finite(self, observation: Observation) -> list[str]:
         """A message for the record if gradients were infinite or not a number. Rank 0 warns."""

@@ -72,7 +72,11 @@ class WindowSums(TransactionListener):
         self._sums: _Sums = {}
         self._open: _Sums = {}  # of reductions that may still be discarded
         self._aside: _Sums = {}  # of reductions that were set aside
-        self.num_steps = 0
+        self._num_steps = 0
+
+    def count_step(self) -> None:
+        """A step that added gradients has counted."""
+        self._num_steps += 1
 
     def accumulate(self, gradient: Accumulate) -> None:
         """Add up gradients of this kind from now on, in a new window unless the kind is unchanged."""
@@ -125,9 +129,9 @@ class WindowSums(TransactionListener):
         shown: dict[str, Any] = {
             "accumulated_norm": dict(zip(names, total[:, 0].sqrt().tolist(), strict=True)),
             "accumulated_square": dict(zip(names, total[:, 1].tolist(), strict=True)) if has_squares else {},
-            "accumulated_steps": self.num_steps,
+            "accumulated_steps": self._num_steps,
         }
-        self._sums, self.num_steps = {}, 0
+        self._sums, self._num_steps = {}, 0
         return shown
 
     def _num_holders(self, name: str) -> int:
@@ -160,13 +164,13 @@ class WindowSums(TransactionListener):
             for name, each in self._sums.items()
         }
         squares = {name: float(each.square) for name, each in self._sums.items() if each.square is not None}
-        return {"gradient": self._gradient, "num_steps": self.num_steps, "sums": sums, "squares": squares}
+        return {"gradient": self._gradient, "num_steps": self._num_steps, "sums": sums, "squares": squares}
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         self.forget()
         rest = iter(states)
         mine = next(rest)
-        self._gradient, self.num_steps = mine["gradient"], mine["num_steps"]
+        self._gradient, self._num_steps = mine["gradient"], mine["num_steps"]
         names = [name for name in mine["sums"] if name in self._sync.specs]
         parts = {name: (mine["sums"][name]["values"], mine["squares"].get(name)) for name in names}
         if any(not self._fits(name, mine["sums"][name]) for name in names):  # even if `own`: DDP and FSDP2 differ

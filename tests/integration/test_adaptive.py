@@ -116,8 +116,7 @@ def deciding(folder: Path, layout: str, controller: str, num_steps: int | None =
     harness = InvariantHarness("dense", layout, GroupComm(dist.new_group()))
     sync = harness.sync()
     chosen, usual_steps = CONTROLLERS[controller]
-    driver = AdaptiveDriver(chosen, timer=lambda: time.perf_counter() * (1 + harness.comm.rank))
-    driver.attach(sync)
+    driver = AdaptiveDriver(chosen, sync, timer=lambda: time.perf_counter() * (1 + harness.comm.rank))
     levels = []
     for step in range(num_steps or usual_steps):
         grads = harness.grads(step % 7)

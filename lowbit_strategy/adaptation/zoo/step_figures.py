@@ -33,18 +33,19 @@ class StepFigures(BucketObserver, StepListener):
         sync: The engine.
         controller: The controller that requests them.
         timer: Returns the time in seconds.
-
-    Attributes:
-        probe: The request for the step that begins; until then, the one for the last step.
     """
 
     def __init__(self, sync: GradientSync, controller: Controller, timer: Callable[[], float]) -> None:
-        self.probe = Probe()
+        self._probe = Probe()  # of the step that begins; until then, of the last step
         self._sync, self._controller, self._timer = sync, controller, timer
         self._last_end: float | None = None
         self.forget()
         sync.save_per_rank(STATE_KEY, self)
         sync.listeners.add(self, StepPhase.DECIDE)
+
+    def ask(self, probe: Probe) -> None:
+        """Measure what `probe` requests in the step that begins."""
+        self._probe = probe
 
     def forget(self) -> None:
         """Forget all measurements."""
@@ -57,12 +58,12 @@ class StepFigures(BucketObserver, StepListener):
     def begin_step(self) -> BucketObserver | None:
         """Called by the engine, after the controller has decided."""
         self._measure = StepMeasure(self._sync)
-        return self if self.probe.levels or self.probe.end_to_end else None
+        return self if self._probe.levels or self._probe.end_to_end else None
 
     def observe(self, bucket: Bucket, x: Tensor, out: Tensor, stages: Stages) -> Stages:
-        if self.probe.levels:
+        if self._probe.levels:
             self._try_levels(bucket, x, out)
-        if self.probe.end_to_end:
+        if self._probe.end_to_end:
             stages = self._measure.compare([each.within(x, out) for each in bucket.params], bucket.context.comm, stages)
         yield from stages
 
@@ -73,7 +74,7 @@ class StepFigures(BucketObserver, StepListener):
             residual = bucket.residual(param)
             self._measure.add_residual(param.name, residual)
             values[param.name] = bucket.compensated(param, x, out, residual)
-        for level in self.probe.levels:
+        for level in self._probe.levels:
             configuration = self._controller.levels[level].phase(sync.step_index)
             self._measure.rows[level] |= try_level(configuration, values, sync.specs, sync.step_context().seed)
 
@@ -86,7 +87,7 @@ class StepFigures(BucketObserver, StepListener):
 
     def read(self) -> dict[str, Any]:
         """Telemetry of the last step, summed over ranks. Called when the next one begins."""
-        probe, names, measure, seconds = self.probe, self._names, self._last, self._seconds
+        probe, names, measure, seconds = self._probe, self._names, self._last, self._seconds
         self.forget()
         has_time = probe.seconds and seconds is not None
         shown: dict[str, Any] = {}

@@ -65,7 +65,7 @@ class Recorder(Controller):
 def test_accumulated_norms(source: str, sharded: bool) -> None:
     recorder = Recorder(Probe(accumulate=source, square=True), read_every=3)
     sync = engine(Dense(), sharded=sharded)
-    AdaptiveDriver(recorder).attach(sync)
+    AdaptiveDriver(recorder, sync)
     out = [reduce_step(sync, gradients(step)) for step in range(7)]
     for first in (0, 3):
         telemetry = recorder.telemetry[first + 3].accumulated_norm
@@ -85,7 +85,7 @@ def test_gradients_that_are_thrown_away_are_not_accumulated(source: str, keeps_c
     for spike in (None, Transactions.roll_back, Transactions.set_aside):
         recorder = Recorder(Probe(accumulate=source, square=True), read_every=3)
         sync = engine(LoCo(bits=4), keeps_copies=keeps_copies)
-        AdaptiveDriver(recorder).attach(sync)
+        AdaptiveDriver(recorder, sync)
         for step in range(4):
             if step == 1 and spike is not None:
                 reduce_step(sync, gradients(9, scale=1e3), end=False)
@@ -103,7 +103,7 @@ def test_gradients_that_are_thrown_away_are_not_accumulated(source: str, keeps_c
 def test_gradients_that_are_cleared_and_used_are_accumulated() -> None:
     recorder = Recorder(Probe(accumulate="local"), read_every=1)
     sync = engine(LoCo(bits=4))
-    AdaptiveDriver(recorder).attach(sync)
+    AdaptiveDriver(recorder, sync)
     reduce_step(sync, gradients(0), end=False)
     sync.transactions.set_aside(list(sync.specs))
     reduce_step(sync, gradients(1), end=False)
@@ -117,7 +117,7 @@ def test_gradients_that_are_cleared_and_used_are_accumulated() -> None:
 def test_another_kind_of_gradient_begins_another_window() -> None:
     recorder = Recorder(Probe(accumulate="local"), read_every=3)
     sync = engine(Dense(), sharded=True)
-    AdaptiveDriver(recorder).attach(sync)
+    AdaptiveDriver(recorder, sync)
     out = []
     for step in range(4):
         if step == 2:
@@ -132,8 +132,7 @@ def test_what_begins_with_a_sum_finds_one() -> None:
     """Also where it is only asked whether it lacks something."""
     recorder = Recorder(Probe(accumulate="local"))
     sync = engine(Dense())
-    driver = AdaptiveDriver(recorder)
-    driver.attach(sync)
+    driver = AdaptiveDriver(recorder, sync)
     with mock.patch.object(Recorder, "reads_accumulated", return_value=True):
         driver.check()
         sync.begin_step()
@@ -146,8 +145,7 @@ def test_energies_and_time_are_those_of_the_step_before() -> None:
     ticks = iter(range(100))
     recorder = Recorder(Probe(levels=(0, 1), seconds=True))
     sync = engine(Dense())
-    driver = AdaptiveDriver(recorder)
-    driver.attach(sync)
+    driver = AdaptiveDriver(recorder, sync)
     driver.timer = lambda: 0.5 * next(ticks)  # also afterwards
     for step in range(3):
         reduce_step(sync, gradients(step))
@@ -167,7 +165,7 @@ def test_energies_and_time_are_those_of_the_step_before() -> None:
 def test_the_end_to_end_error_is_that_of_the_step_before(sharded: bool) -> None:
     recorder = Recorder(Probe(end_to_end=True))
     sync = engine(TWO, sharded=sharded)
-    AdaptiveDriver(recorder).attach(sync)
+    AdaptiveDriver(recorder, sync)
     grads = gradients(0)
     result = reduce_step(sync, {name: grad.clone() for name, grad in grads.items()})
     reduce_step(sync, gradients(1))
@@ -181,8 +179,7 @@ def test_the_end_to_end_error_is_that_of_the_step_before(sharded: bool) -> None:
 def test_nothing_is_measured_unless_asked() -> None:
     recorder = Recorder(Probe())
     sync = engine(Dense())
-    driver = AdaptiveDriver(recorder)
-    driver.attach(sync)
+    AdaptiveDriver(recorder, sync)
     for step in range(3):
         reduce_step(sync, gradients(step))
     assert sync.rank_state["window"].state_dict()["sums"] == {}
@@ -194,8 +191,7 @@ def test_nothing_is_measured_unless_asked() -> None:
 
 def test_decisions_are_applied_by_regrouping() -> None:
     sync = engine(Dense())
-    driver = AdaptiveDriver(Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=2)]))
-    driver.attach(sync)
+    driver = AdaptiveDriver(Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=2)]), sync)
     bits = []
     for step in range(4):
         reduce_step(sync, gradients(step))
@@ -209,8 +205,7 @@ def test_decisions_are_applied_by_regrouping() -> None:
 
 def test_decisions_name_no_parameter_that_every_level_exempts() -> None:
     sync = engine(Dense())
-    driver = AdaptiveDriver(Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=1)]))
-    driver.attach(sync)
+    driver = AdaptiveDriver(Schedule([Phase(compressor=EIGHT), Phase(compressor=TWO, start=1)]), sync)
     for step in range(2):
         reduce_step(sync, gradients(step))
         assert driver.levels.keys() == set(WEIGHTS)
@@ -220,7 +215,7 @@ def test_decisions_name_no_parameter_that_every_level_exempts() -> None:
 def test_an_overflowed_step_is_not_decided_twice_and_teaches_nothing() -> None:
     recorder = Recorder(Probe(accumulate="local", levels=(0,)), read_every=2)
     sync = engine(Dense(), skips_overflow=True)
-    AdaptiveDriver(recorder).attach(sync)
+    AdaptiveDriver(recorder, sync)
     reduce_step(sync, gradients(0))
     bad = gradients(1)
     bad[WEIGHTS[0]][5] = math.inf
@@ -249,9 +244,8 @@ def test_stop_and_resume_is_as_never_stopped(name: str, sharded: bool, stop: int
 
 def test_a_checkpoint_of_another_controller_is_not_taken() -> None:
     sync, other_sync = engine(Dense()), engine(Dense())
-    driver, other = AdaptiveDriver(CONTROLLERS["schedule"]), AdaptiveDriver(CONTROLLERS["accordion"])
-    driver.attach(sync)
-    other.attach(other_sync)
+    driver = AdaptiveDriver(CONTROLLERS["schedule"], sync)
+    other = AdaptiveDriver(CONTROLLERS["accordion"], other_sync)
     reduce_step(sync, gradients(0))
     state = other.state
     with mock.patch.object(adaptive_driver._log, "warning") as warning:
@@ -262,7 +256,7 @@ def test_a_checkpoint_of_another_controller_is_not_taken() -> None:
 
 def test_state_is_plain() -> None:
     sync = engine(Dense())
-    AdaptiveDriver(CONTROLLERS["guard"]).attach(sync)
+    AdaptiveDriver(CONTROLLERS["guard"], sync)
     reduce_step(sync, gradients(0))
     buffer = io.BytesIO()
     torch.save(capture(sync), buffer)

@@ -37,7 +37,7 @@ class Longer(Controller):
 def test_a_controller_changes_the_length_of_rounds() -> None:
     ranks = Replicas(LocalSGD(every=2))
     for outer in ranks.outers:
-        AdaptiveDriver(Longer()).attach(outer.sync)
+        AdaptiveDriver(Longer(), outer.sync)
     turns = []
     for seed in range(12):
         ranks.step(seed)

@@ -128,8 +128,7 @@ def test_bad_adaqs(options: dict[str, object]) -> None:
 def test_adaqs_follows_the_noise_of_real_gradients(sharded: bool) -> None:
     """A signal that fades, whose elements have the mean 0 at every step, as behind layer norms."""
     sync = engine(Dense(), sharded=sharded)
-    driver = AdaptiveDriver(AdaQS(ladder=(EIGHT, FOUR, TWO), interval=5, ewma=0.5))
-    driver.attach(sync)
+    driver = AdaptiveDriver(AdaQS(ladder=(EIGHT, FOUR, TWO), interval=5, ewma=0.5), sync)
     signal = {name: values - values.mean() for name, values in gradients(1000).items()}
     history = []
     for step in range(60):
