@@ -37,6 +37,7 @@ from lowbit_strategy.engine.backward_pass import in_backward
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import FSDPHook
+from lowbit_strategy.hooks.runners import BucketRunner
 from lowbit_strategy.inform import inform
 from lowbit_strategy.telemetry.startup_report import render_reports
 
@@ -89,7 +90,7 @@ class Session:
         self.frozen = Frozen(module)
         watch_optimizers(self)
         if isinstance(hook, FSDPHook):
-            self._end_with(self, _give_back, hook.stop, [group for ranks in self._ranks for group in ranks.own])
+            self._end_with(self, _give_back, hook.worker, [group for ranks in self._ranks for group in ranks.own])
 
     @property
     def is_in_rounds(self) -> bool:
@@ -452,9 +453,9 @@ class Session:
         self._let_go_of_owner = finalizer.detach
 
 
-def _give_back(stop: Callable[[], bool], groups: list[dist.ProcessGroup]) -> None:
+def _give_back(worker: BucketRunner | None, groups: list[dist.ProcessGroup]) -> None:
     """End the threads and destroy the process groups of a session whose sharded model is gone."""
-    if not stop():
+    if worker is not None and not worker.close():
         return
     for group in groups:
         with contextlib.suppress(ValueError):  # all groups have been destroyed

@@ -44,7 +44,7 @@ class GradientSync:
        method changes are regrouped
     2. `reduce`, once per bucket: it opens a transaction for each parameter (`Transactions`) and returns stages for the
        hook to run, under DDP on a worker thread or side stream, under FSDP2 in the reduce-scatter stream or overlapped
-       with backward (`OverlappedReducer`, `BetweenNodes`)
+       with backward (`OverlappedRunner`, `BetweenNodes`)
     3. `commit` the parameters that an optimizer has stepped, or `roll_back` if gradients were discarded
     4. `end_step`, after the optimizer has stepped or a loss scaler has skipped the step
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.hooks.all_gather import install_gathers, make_weights
 from lowbit_strategy.hooks.fsdp_gradients import BetweenNodes, CompressedReduceScatter, HybridReduction
-from lowbit_strategy.hooks.overlap import OverlappedReducer
+from lowbit_strategy.hooks.overlap import OverlappedRunner
 from lowbit_strategy.hooks.unused import Reductions
 from lowbit_strategy.inform import listed
 from lowbit_strategy.methods.weight_codings import WeightCoding
@@ -36,7 +36,7 @@ class FSDPHook:
         weights: How weights are coded.
 
     Attributes:
-        stop: A function that ends threads and returns True once they have stopped. It holds no reference to the model.
+        worker: The thread that reduces gradients, if there is one. It holds no reference to the model.
 
     Raises:
         ValueError: A parameter is sharded along a dim other than the first, or not at all.
@@ -47,8 +47,8 @@ class FSDPHook:
     ) -> None:
         self._module, self._groups, self._sync = module, groups, sync
         is_far = any(ranks.peers.is_far for ranks in sync.all_ranks)
-        self._overlapped = None if sync.sharded and not is_far else OverlappedReducer(sync)
-        self.stop = (lambda: True) if self._overlapped is None else self._overlapped.close
+        self._overlapped = None if sync.sharded and not is_far else OverlappedRunner(sync)
+        self.worker = None if self._overlapped is None else self._overlapped.worker
         self._stock: weakref.WeakKeyDictionary[Any, tuple[Any, dict[str, Any], dict[str, Any]]]
         self._stock = weakref.WeakKeyDictionary()
         for each in groups:
@@ -103,9 +103,9 @@ class FSDPHook:
         self._stock.clear()
 
     def close(self) -> bool:
-        """Restore the model as it was before. Return True once threads have stopped."""
+        """Restore the model as it was before. Return whether the worker has stopped."""
         self._release()
-        return self.stop()
+        return self.worker is None or self.worker.close()
 
 
 def _check_sharded(

@@ -31,7 +31,7 @@ from lowbit_strategy.engine.backward_pass import in_backward
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.two_levels import Phases, reduce_scatter
-from lowbit_strategy.hooks.overlap import OverlappedReducer
+from lowbit_strategy.hooks.overlap import OverlappedRunner
 from lowbit_strategy.hooks.unused import Reduction, Reductions
 from lowbit_strategy.hooks.waiting import waiting
 from lowbit_strategy.model.sharded import reduce_dtype
@@ -249,7 +249,7 @@ class CompressedReduceScatter(_ReduceScatter):
         if self._between is not None:
             self._between.reduced()
 
-    def _reduce_meanwhile(self, overlapped: OverlappedReducer, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
+    def _reduce_meanwhile(self, overlapped: OverlappedRunner, layout: BucketLayout, x: Tensor, out: Tensor) -> None:
         if self._sync.has_entered(layout):  # the module has run twice in one pass
             overlapped.finish()
         inside, between = self._phases(layout, x, out, overlaps=True)

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,17 @@ from lowbit_strategy.engine.bucket_schedule import BucketSchedule, Stages
 _log = logging.getLogger("lowbit_strategy")
 
 
-class BucketWorker:
+class BucketRunner(Protocol):
+    """Runs the stages of buckets, in the same order on all ranks."""
+
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        """Return a future of `result`, set when all stages have ended. `last`: the pass has no more buckets."""
+
+    def close(self) -> bool:
+        """Return whether no thread is left; False while one waits for a rank that never answers."""
+
+
+class BucketWorker(BucketRunner):
     """A thread that runs the stages of buckets. Call `submit` from the autograd thread, and `close` at the end.
 
     Args:
@@ -35,7 +46,6 @@ class BucketWorker:
         self._thread.start()
 
     def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-        """Return a future of `result`, set when all stages have ended. `last`: the pass has no more buckets."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._queue.put(functools.partial(self._schedule.start, pieces, result, future, last=last))
         return future
@@ -45,7 +55,6 @@ class BucketWorker:
         self._queue.put(self._schedule.finish)
 
     def close(self) -> bool:
-        """End the thread. Return whether it has ended; False while it waits for a rank that never answers."""
         self._queue.put(None)
         if self._thread is threading.current_thread():  # if this thread garbage-collects the model
             return True
@@ -64,7 +73,7 @@ def _log_error(error: Exception) -> None:
     _log.error("reducing gradients failed", exc_info=error)
 
 
-class SideStream:
+class SideStream(BucketRunner):
     """CUDA: reduces buckets on a high-priority stream, in the same order as on CPU, without a thread."""
 
     def __init__(self, device: torch.device, turn_after: int | None = None) -> None:
@@ -74,7 +83,6 @@ class SideStream:
         self._schedule = BucketSchedule(turn_after)
 
     def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
-        """Start a bucket; see `BucketWorker.submit`."""
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -83,9 +91,23 @@ class SideStream:
         return future
 
     def close(self) -> bool:
-        """Return True: there is no thread."""
         return True
 
 
-def bucket_runner(device: torch.device, turn_after: int | None = None) -> BucketWorker | SideStream:
+class BlockingRunner(BucketRunner):
+    """A runner whose `submit` of the last bucket returns when all results have arrived."""
+
+    def __init__(self) -> None:
+        self._schedule = BucketSchedule()
+
+    def submit(self, *pieces: Stages, result: Tensor, last: bool) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
+        self._schedule.start(pieces, result, future, last=last)
+        return future
+
+    def close(self) -> bool:
+        return True
+
+
+def bucket_runner(device: torch.device, turn_after: int | None = None) -> BucketRunner:
     return BucketWorker(turn_after) if device.type == "cpu" else SideStream(device, turn_after)

@@ -21,7 +21,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.exchange import and_rows_, marks_nbytes
 from lowbit_strategy.engine.backward_pass import NO_PASS, call_at_end, current_pass
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.overlap import OverlappedReducer
+from lowbit_strategy.hooks.overlap import OverlappedRunner
 from lowbit_strategy.ranks.ranks import Ranks
 
 _HOOKS = "_post_accumulate_grad_hooks"
@@ -105,7 +105,7 @@ class Reductions:
         overlapped: Reduces modules while backward continues; None: FSDP2 waits for each module.
     """
 
-    def __init__(self, sync: GradientSync, ranks: Ranks, overlapped: OverlappedReducer | None) -> None:
+    def __init__(self, sync: GradientSync, ranks: Ranks, overlapped: OverlappedRunner | None) -> None:
         self.sync, self.ranks, self.overlapped = sync, ranks, overlapped
         self._pass, self._reductions = NO_PASS, list[Reduction]()
         self._outside = list[Reduction]()

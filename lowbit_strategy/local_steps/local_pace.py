@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lowbit_strategy.attach.pace import Pace
 from lowbit_strategy.collectives.comm import Comm, GroupComm, gathered
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.hooks.runners import BucketWorker, SideStream, bucket_runner
+from lowbit_strategy.hooks.runners import BucketRunner, bucket_runner
 from lowbit_strategy.local_steps.cut_again import cut_again
 from lowbit_strategy.local_steps.outer_sync import OuterSync
 from lowbit_strategy.local_steps.own_optimizers import OwnOptimizers
@@ -63,9 +63,9 @@ class LocalSteps(Pace):
         self._params = trainable_parameters(module)
         self._module = module
         self._ddp = PausedDDP()
-        self._reducer: BucketWorker | SideStream | None = None  # set if training continues while fragments travel
+        self._runner: BucketRunner | None = None  # set if training continues while fragments travel
         if rule.delay_of(rule.shortest_turn):
-            self._reducer = bucket_runner(sync.device)
+            self._runner = bucket_runner(sync.device)
         self._own = OwnOptimizers()
         self._outer_of = make_outer
         self.on_forward = self.begin_forward
@@ -138,7 +138,7 @@ class LocalSteps(Pace):
 
     def _make_outer(self) -> OuterSync:
         outer = self._outer_of(
-            self.sync, self._params, self.rule, buffers=self._buffers, reducer=self._reducer, inside=self.inside
+            self.sync, self._params, self.rule, buffers=self._buffers, runner=self._runner, inside=self.inside
         )
         outer.on_left_out = self._own.forget_moments
         return outer
@@ -210,7 +210,7 @@ class LocalSteps(Pace):
         self.is_in_use = False
         if self.outer is not None:
             self.outer.leave()
-        return self._reducer is None or self._reducer.close()
+        return self._runner is None or self._runner.close()
 
     def finish(self) -> None:
         """End training; see `OuterSync.finish`."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowbit_strategy.collectives.comm import Comm
 from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
+from lowbit_strategy.hooks.runners import BlockingRunner, BucketRunner
 from lowbit_strategy.local_steps.anchor_optimizer import AnchorOptimizer, EagerUpdate
 from lowbit_strategy.local_steps.anchored_model import AnchoredModel
 from lowbit_strategy.local_steps.averaged_buffers import AveragedBuffers
@@ -24,7 +25,6 @@ from lowbit_strategy.local_steps.fragment import Fragment
 from lowbit_strategy.local_steps.fragment_sync import FragmentSync
 from lowbit_strategy.local_steps.header import Header
 from lowbit_strategy.local_steps.interval import Interval
-from lowbit_strategy.local_steps.reducers import AsyncReducer, BlockingReducer
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.local_steps.turns import Turns
 from lowbit_strategy.model.fingerprint import to_plain
@@ -57,7 +57,7 @@ class OuterSync:
         params: All parameters by the names that `sync` knows, in the order in which they are cut into fragments.
         rule: Decides when ranks synchronize, and with which optimizer.
         buffers: Returns the model's buffers and frozen parameters by name; see `AveragedBuffers`.
-        reducer: Sends fragments to the other ranks.
+        runner: Sends fragments to the other ranks.
         inside: The ranks of a replica, which decide together; None: it is one rank.
 
     Attributes:
@@ -83,7 +83,7 @@ class OuterSync:
         rule: OuterRule,
         *,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
-        reducer: AsyncReducer | None = None,
+        runner: BucketRunner | None = None,
         inside: Comm | None = None,
     ) -> None:
         self.sync = sync
@@ -95,7 +95,7 @@ class OuterSync:
         self.asked = False
         self.on_left_out: Callable[[], None] = lambda: None
         self.weights: tuple[float, ...] = ()
-        self._reducer = reducer if reducer is not None else BlockingReducer()
+        self._runner = BlockingRunner() if runner is None else runner
         specs = [sync.specs[name] for name in params if name in sync.specs]
         own = [[each for each in specs if sync.state.ranks_of(each.name) is ranks] for ranks in sync.all_ranks]
         parts = itertools.zip_longest(*(cut_into(each, rule.fragments) for each in own), fillvalue=())
@@ -213,12 +213,12 @@ class OuterSync:
         if self._eager is not None and not done:
             self._eager.before_sending(fragment, x_N)
         sync.begin_step()  # controllers decide here
-        arrivals = [self._reducer.submit(self._summed(header.flat), result=header.flat, last=False)]
+        arrivals = [self._runner.submit(self._summed(header.flat), result=header.flat, last=False)]
         turns.advance(sync.step_index, self.every)
         for place, layout, part in fragment.buckets:
             x = x_N[part]
             stages = sync.reduce(layout, x, x, ranks=sync.all_ranks[place])
-            arrivals.append(self._reducer.submit(stages, result=x, last=layout.last))
+            arrivals.append(self._runner.submit(stages, result=x, last=layout.last))
         delay = self.rule.delay_of(turns.interval)
         self._in_flight = FragmentSync(sent, fragment, x_N, header, delay, weights=self.weights, arrivals=arrivals)
         return self._in_flight

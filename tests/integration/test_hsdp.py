@@ -24,7 +24,7 @@ from lowbit_strategy.attach.fsdp import attach_fsdp
 from lowbit_strategy.attach.prepare import prepare
 from lowbit_strategy.attach.sync_options import SyncOptions
 from lowbit_strategy.collectives.comm import GroupComm
-from lowbit_strategy.hooks.overlap import OverlappedReducer
+from lowbit_strategy.hooks.overlap import OverlappedRunner
 from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.fsdp_sharding import ShardPolicy, shard_any
 from lowbit_strategy.model.mesh import give_replicas
@@ -247,13 +247,13 @@ class InStep(NamedTuple):
 def in_step(folder: Path) -> InStep:
     """What travels when: the worker has all modules of a backward pass at once; replicas are compared."""
     at_once: list[bool] = []
-    original = OverlappedReducer.run
+    original = OverlappedRunner.run
 
-    def noted(self: OverlappedReducer, stages: Any, result: Tensor, **options: bool) -> None:
+    def noted(self: OverlappedRunner, stages: Any, result: Tensor, **options: bool) -> None:
         at_once.append(options["blocking"])
         original(self, stages, result, **options)
 
-    with nodes_of(2), mock.patch.object(OverlappedReducer, "run", noted):
+    with nodes_of(2), mock.patch.object(OverlappedRunner, "run", noted):
         with listen() as lines:
             made = trainer(hsdp(), max_steps=4)
             model = SometimesIdle()

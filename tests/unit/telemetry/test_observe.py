@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit_strategy.collectives.comm import LocalComm, Pending
 from lowbit_strategy.engine.bucket import BucketLayout
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.local_steps.reducers import BlockingReducer
+from lowbit_strategy.hooks.runners import BlockingRunner
 from lowbit_strategy.methods.loco import LoCo
 from lowbit_strategy.ranks.ranks import Ranks
 from lowbit_strategy.telemetry import measure, observe
@@ -99,7 +99,7 @@ def test_in_an_observed_step_too_all_messages_leave_before_one_is_waited_for() -
     sync = GradientSync(COMPRESSOR, SPECS, ranks, torch.device("cpu"), sharded=False)
     Observer(sync, wants=lambda step: True)
     sync.begin_step()
-    runner = BlockingReducer()
+    runner = BlockingRunner()
     for spec in SPECS:
         layout, x = BucketLayout(((spec.name, 0),), last=spec is SPECS[-1]), gradients(0)[spec.name]
         runner.submit(sync.reduce(layout, x, x), result=x, last=layout.last)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowbit_strategy.local_steps.reducers import BlockingReducer
+from lowbit_strategy.hooks.runners import BlockingRunner
 
 
 class Travel:
@@ -34,8 +34,8 @@ def stages(name: str, log: list[str], *, fails: bool = False) -> Iterator[Travel
 def test_all_buckets_leave_before_one_is_waited_for() -> None:
     """Two messages in series for the whole fragment, and not two for each bucket."""
     log: list[str] = []
-    reducer = BlockingReducer()
-    arrivals = [reducer.submit(stages(name, log), result=torch.zeros(1), last=name == "c") for name in "abc"]
+    runner = BlockingRunner()
+    arrivals = [runner.submit(stages(name, log), result=torch.zeros(1), last=name == "c") for name in "abc"]
     for arrival in arrivals:
         arrival.wait()
     assert log == [
@@ -47,10 +47,10 @@ def test_all_buckets_leave_before_one_is_waited_for() -> None:
 
 def test_what_failed_is_raised_and_the_next_one_starts_anew() -> None:
     log: list[str] = []
-    reducer = BlockingReducer()
-    reducer.submit(stages("a", log), result=torch.zeros(1), last=False)
+    runner = BlockingRunner()
+    runner.submit(stages("a", log), result=torch.zeros(1), last=False)
     with pytest.raises(ConnectionError, match="the link is down"):
-        reducer.submit(stages("b", log, fails=True), result=torch.zeros(1), last=True)
+        runner.submit(stages("b", log, fails=True), result=torch.zeros(1), last=True)
     log.clear()
-    reducer.submit(stages("c", log), result=torch.zeros(1), last=True).wait()
+    runner.submit(stages("c", log), result=torch.zeros(1), last=True).wait()
     assert log == ["left c0", "arrived c0", "left c1", "arrived c1", "end c"]
