@@ -32,7 +32,7 @@ _SERVED = {  # a framework's module: our function that is called with it
     "accelerate.commands.config.config_args": f"{_ACCELERATE}:serve_files",
     "accelerate.utils.launch": f"{_ACCELERATE}:serve_launchers",
 }
-_WATCHED = ("torch.optim.optimizer", f"{_ACCELERATE}:watch_optimizers")  # if a section is in the environment
+_WATCHED = ("torch.optim.optimizer", f"{_ACCELERATE}:watch_for_section")  # if a section is in the environment
 
 _log = logging.getLogger("lowbit_strategy")
 _before_torch = "torch" not in sys.modules  # a script has imported this package

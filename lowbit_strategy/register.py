@@ -91,10 +91,10 @@ def register_names(module: ModuleType) -> None:
 
 def _build(ours: str, strategy: str, base: str, **options: Any) -> Any:
     """Make a strategy; called by the registry."""
-    return getattr(import_module(ours), strategy)(**named(base), **options)
+    return getattr(import_module(ours), strategy)(**strategy_arguments(base), **options)
 
 
-def named(base: str) -> dict[str, Any]:
+def strategy_arguments(base: str) -> dict[str, Any]:
     """A strategy's arguments for the name of a compressor or an outer rule."""
     from lowbit_strategy.methods.registry import CHOOSER, preset
 

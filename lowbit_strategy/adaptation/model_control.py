@@ -30,7 +30,7 @@ from lowbit_strategy.methods._base.chooser import Chooser
 from lowbit_strategy.model.handshake import handshake
 from lowbit_strategy.telemetry.metric_names import metric_name, observation_metrics
 from lowbit_strategy.telemetry.observe import Observation, Observer
-from lowbit_strategy.telemetry.startup_report import render_reports
+from lowbit_strategy.telemetry.startup_report import startup_report
 
 _RECORD = leaves.NeededBy("lowbit_strategy.report.writing:RunRecord", "its record (record)")
 ProgressClock = Callable[[int], Progress]
@@ -321,7 +321,7 @@ class ModelControl(StepListener):
             self._reported = True
             if driver.levels and self.sync.ranks.logs:  # the start-up report again
                 name = type(driver.controller).__name__
-                inform("training starts at the levels that %s chose:\n%s", name, render_reports(self.sync))
+                inform("training starts at the levels that %s chose:\n%s", name, startup_report(self.sync))
         if not self._is_logged and self._record is None:  # the loop itself reads the driver's lists
             return
         if not driver.events and not driver.warnings and not first:

@@ -24,7 +24,7 @@ from lowbit_strategy.model.module_layout import ModuleLayout
 from lowbit_strategy.model.parallel_dims import global_shape, model_group
 from lowbit_strategy.model.parameters import named_parameters
 from lowbit_strategy.ranks.ranks import Ranks
-from lowbit_strategy.telemetry.startup_report import render_reports
+from lowbit_strategy.telemetry.startup_report import startup_report
 
 ONE_REPLICA = (
     "lowbit_strategy: one replica: all ranks shard one model, and gradients inside a replica are added up exactly, so"
@@ -124,7 +124,7 @@ def _report(sync: GradientSync) -> None:
     """Log the start-up report. Called last, because only then is the memory for messages known."""
     if sync.ranks.peers.world_size == 1 or isinstance(sync.compressor, Chooser):
         return
-    if sync.ranks.logs and (report := render_reports(sync)):
+    if sync.ranks.logs and (report := startup_report(sync)):
         inform("%s", report)
 
 

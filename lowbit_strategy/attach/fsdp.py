@@ -30,7 +30,7 @@ from lowbit_strategy.model.parameters import (
     sharded_parameters,
 )
 from lowbit_strategy.model.sharded import ShardedGroup, check_held, reshard, sharded_groups
-from lowbit_strategy.ranks.groups import group_of
+from lowbit_strategy.ranks.groups import group_with
 from lowbit_strategy.ranks.ranks import Ranks, make_ranks
 from lowbit_strategy.ranks.topology import find_topology
 
@@ -94,7 +94,7 @@ def attach_fsdp(
 
 def _mean_group(groups: Sequence[ShardedGroup], device: torch.device) -> dist.ProcessGroup | None:
     """The group of the ranks of one mesh."""
-    return group_of(mean_ranks(groups[0]), shard_group(groups[0]), device)
+    return group_with(mean_ranks(groups[0]), shard_group(groups[0]), device)
 
 
 def _on_mesh(

@@ -39,7 +39,7 @@ from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.hooks.fsdp import FSDPHook
 from lowbit_strategy.hooks.runners import BucketRunner
 from lowbit_strategy.inform import inform
-from lowbit_strategy.telemetry.startup_report import render_reports
+from lowbit_strategy.telemetry.startup_report import startup_report
 
 CHECKPOINT_KEY = "lowbit_strategy"
 
@@ -393,7 +393,7 @@ class Session:
             self.frozen.rewrapped()
             self.pace.wrapped_by(model)
         if specs and self.sync.ranks.logs:
-            inform("%d more parameters are trained now\n%s", len(specs), render_reports(self.sync))
+            inform("%d more parameters are trained now\n%s", len(specs), startup_report(self.sync))
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._use.owns(optimizer)

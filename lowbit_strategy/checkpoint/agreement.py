@@ -33,7 +33,9 @@ class Problem(NamedTuple):
         return cls(str(error), "unusable" if isinstance(error, ResidualFileError) else "model")
 
 
-def agree(problem: Problem | None, policy: OnMissingResidual | None, group: dist.ProcessGroup | None) -> str | None:
+def agree_on_problem(
+    problem: Problem | None, policy: OnMissingResidual | None, group: dist.ProcessGroup | None
+) -> str | None:
     """A description of what has gone wrong on any rank, for a warning; None if nothing has. Call it on all ranks.
 
     Args:
@@ -75,7 +77,7 @@ def agree_on_stamp(
     Args:
         path: The checkpoint.
         stamp: This rank's stamp, or why it cannot be read.
-        policy: See `agree`.
+        policy: See `agree_on_problem`.
         group: All ranks.
 
     Raises:
@@ -90,7 +92,7 @@ def agree_on_stamp(
             f" all machines; {ADVICE}"
         )
         problem = Problem(text, "unusable")
-    warning = agree(problem, policy, group)
+    warning = agree_on_problem(problem, policy, group)
     return (None, warning) if warning is not None or isinstance(stamp, ResidualFileError) else (stamp, None)
 
 

@@ -9,7 +9,7 @@ A stamp is plain data for JSON or any framework's file, the same on all ranks:
 
 | key | what |
 |---|---|
-| `run`, `step_index`, `num_skipped` | the `Moment` when it was saved |
+| `run`, `step_index`, `num_skipped` | the `SavePoint` when it was saved |
 | `world_size` | of the run that saved |
 | `parameters` | names of all parameters with residuals |
 """
@@ -54,7 +54,7 @@ class MissingResidualFile(ResidualFileError):
     """A rank has no residual file next to a checkpoint: it did not save, or its file was lost."""
 
 
-class Moment(NamedTuple):
+class SavePoint(NamedTuple):
     """When residuals were saved; the same on all ranks, although they do not ask each other.
 
     Args:
@@ -67,22 +67,22 @@ class Moment(NamedTuple):
     step: int
     skipped: int
 
-    def is_before(self, other: Moment) -> bool:
-        """Whether this moment is known to be before `other`; moments of other runs count as earlier."""
+    def is_before(self, other: SavePoint) -> bool:
+        """Whether this save point is known to be before `other`; those of other runs count as earlier."""
         return self.run != other.run or self[1:] < other[1:]
 
 
 class ResidualFile(NamedTuple):
     """The file of one rank that saved. `end`, the checksum and ``.pt``, is unknown until it is written."""
 
-    moment: Moment
+    saved_at: SavePoint
     rank: int
     world_size: int
     end: str = ""
 
     @property
     def name(self) -> str:
-        run, step, skipped = self.moment
+        run, step, skipped = self.saved_at
         return f"step-{step}-rank-{self.rank}-of-{self.world_size}-{run}.{skipped}-{self.end}"
 
     @property
@@ -93,14 +93,14 @@ class ResidualFile(NamedTuple):
     @classmethod
     def of(cls, saved: Saved) -> ResidualFile:
         """The file to which `saved` belongs."""
-        moment = Moment(saved["run"], saved["step_index"], saved["num_skipped"])
-        return cls(moment, saved["rank"], saved["world_size"])
+        saved_at = SavePoint(saved["run"], saved["step_index"], saved["num_skipped"])
+        return cls(saved_at, saved["rank"], saved["world_size"])
 
     @classmethod
     def of_stamp(cls, stamp: Stamp, rank: int) -> ResidualFile:
         """The file of the rank `rank` of the run that saved."""
-        moment = Moment(stamp["run"], stamp["step_index"], stamp["num_skipped"])
-        return cls(moment, rank, stamp["world_size"])
+        saved_at = SavePoint(stamp["run"], stamp["step_index"], stamp["num_skipped"])
+        return cls(saved_at, rank, stamp["world_size"])
 
 
 def sidecar_folder(checkpoint_path: Any) -> str:
@@ -198,8 +198,8 @@ def files_of(checkpoint_path: Any) -> list[ResidualFile]:
     found = []
     for path in paths:
         if match := _NAME.fullmatch(posixpath.basename(str(path).rstrip("/"))):
-            moment = Moment(match["run"], int(match["step"]), int(match["skipped"]))
-            found.append(ResidualFile(moment, int(match["rank"]), int(match["world_size"]), match["end"]))
+            saved_at = SavePoint(match["run"], int(match["step"]), int(match["skipped"]))
+            found.append(ResidualFile(saved_at, int(match["rank"]), int(match["world_size"]), match["end"]))
     return sorted(found)
 
 
@@ -248,7 +248,7 @@ def load(checkpoint_path: Any, file: ResidualFile) -> Saved:
 
 def _find(checkpoint_path: Any, file: ResidualFile) -> str:
     """Find the file. If ``last.ckpt`` is a link, the files are next to it or to its target. A rank that saved twice at
-    one moment, and was stopped before the first file was removed, has two files, which are nearly always equal.
+    one save point, and was stopped before the first file was removed, has two files, which are nearly always equal.
     """
     places = [checkpoint_path]
     fs, local = fsspec.core.url_to_fs(str(checkpoint_path))
@@ -269,7 +269,7 @@ def _problem(saved: Any, file: ResidualFile) -> str | None:
     if (found := saved.get("format")) != FORMAT:
         return f"has format {found!r} and this version reads {FORMAT}: load it with the version that wrote it, or else"
     if (holds := ResidualFile.of(saved)) != file:
-        return f"holds the residuals of rank {holds.rank} of {holds.world_size} at step {holds.moment.step}"
+        return f"holds the residuals of rank {holds.rank} of {holds.world_size} at step {holds.saved_at.step}"
     # elsewhere (weights, moments, buffers such as a mask of -inf) non-finite values may be right
     for path, x in tree_flatten_with_path(saved["parameters"])[0]:
         if isinstance(x, torch.Tensor) and x.is_floating_point() and not x.float().isfinite().all():

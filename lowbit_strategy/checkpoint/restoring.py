@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit_strategy.checkpoint import residual_files
-from lowbit_strategy.checkpoint.agreement import OnMissingResidual, Problem, agree
+from lowbit_strategy.checkpoint.agreement import OnMissingResidual, Problem, agree_on_problem
 from lowbit_strategy.checkpoint.capture import Saved, columns_of, reduced_by, topologies_of
 from lowbit_strategy.checkpoint.residual_files import ADVICE, ResidualFile, ResidualFileError, Stamp
 from lowbit_strategy.collectives.comm import gathered
@@ -47,7 +47,7 @@ def restore_on_all_ranks(
         path: The checkpoint.
         stamp: The checkpoint's stamp.
         on_world_size_change: See `restore`.
-        on_missing_residual: The policy for missing or unusable files; see `agree`.
+        on_missing_residual: The policy for missing or unusable files; see `agree_on_problem`.
 
     Raises:
         ResidualFileError: On every rank, if files of any rank are unusable and required.
@@ -55,7 +55,7 @@ def restore_on_all_ranks(
     """
     before = copy.deepcopy(_shared(sync))
     problem = _restore_own(sync, path, stamp, on_world_size_change)
-    if (warning := agree(problem, on_missing_residual, sync.ranks.group)) is None:
+    if (warning := agree_on_problem(problem, on_missing_residual, sync.ranks.group)) is None:
         return
     if sync.ranks.logs:
         _log.warning("%s; continuing with residuals of zero on all ranks", warning)

@@ -191,16 +191,16 @@ class Gathering:
             yield self._counted(self.between, out_WB, x_B)
             return
         num_nodes, num_inside = self.between.world_size, self._inside.world_size
-        out_NLB = out_WB.view(num_nodes, num_inside, -1)
+        out_GLB = out_WB.view(num_nodes, num_inside, -1)
         column_nbytes = self.world_size * x_B.element_size()
         for first, last in [(0, x_B.numel())] if self.between.is_far else pieces_of_rows(x_B.numel(), column_nbytes):
-            own_NB = torch.empty(num_nodes, last - first, dtype=x_B.dtype, device=x_B.device)
-            yield self._counted(self.between, own_NB, x_B[first:last])
+            own_GB = torch.empty(num_nodes, last - first, dtype=x_B.dtype, device=x_B.device)
+            yield self._counted(self.between, own_GB, x_B[first:last])
             for start, stop in pieces_of_rows(last - first, column_nbytes):
-                own_Nb = own_NB[:, start:stop].contiguous()
-                all_LNb = own_Nb.new_empty(num_inside, *own_Nb.shape)
-                yield self._counted(self._inside, all_LNb.view(num_inside, -1), own_Nb.view(-1))
-                out_NLB[:, :, first + start : first + stop].copy_(all_LNb.transpose(0, 1))
+                own_Gb = own_GB[:, start:stop].contiguous()
+                all_LGb = own_Gb.new_empty(num_inside, *own_Gb.shape)
+                yield self._counted(self._inside, all_LGb.view(num_inside, -1), own_Gb.view(-1))
+                out_GLB[:, :, first + start : first + stop].copy_(all_LGb.transpose(0, 1))
 
     def between_nodes(self, nbytes: float) -> int:
         """How many of the `nbytes` that a rank sends leave the node."""

@@ -55,7 +55,7 @@ class Chosen(NamedTuple):
         return Chosen(*(part.index_select(0, keep) for part in self))
 
 
-class Message(NamedTuple):
+class SparseMessage(NamedTuple):
     """A rank's encoded entries.
 
     Args:
@@ -104,7 +104,7 @@ class SparseLayout:
         """Put the chosen positions of all parameters in the order of messages."""
         return locate(joined(indices).long(), list(map(Tensor.numel, indices)), self._grid)
 
-    def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> Message:
+    def pack(self, chosen: Sequence[Chosen], codec: Codec, *, seed: int) -> SparseMessage:
         """Write the messages. `seed` is for stochastic codecs; each parameter's section gets its own."""
         indices = [part.indices for part in chosen]
         located = self.locate(indices)
@@ -120,7 +120,7 @@ class SparseLayout:
         sent_E = joined(sent)
         if located.order is not None:
             sent_E = torch.empty_like(sent_E).index_copy_(0, located.order, sent_E)
-        return Message(located.counts_DK, wires, entries_at(indices, sent_E))
+        return SparseMessage(located.counts_DK, wires, entries_at(indices, sent_E))
 
     def _encode(
         self, values: Tensor, counts: Sequence[int], codec: Codec, seed: int, destination: int
@@ -140,7 +140,7 @@ class SparseLayout:
         return torch.cat(wires), torch.cat(decoded)
 
     def opened(self, messages_SB: Tensor) -> tuple[Tensor, Tensor]:
-        """Split messages made by `Message.whole` into tables of counts and entries."""
+        """Split messages made by `SparseMessage.whole` into tables of counts and entries."""
         counts_SK = messages_SB[:, : self.table_nbytes].reshape(-1).clone().view(torch.int32)
         return counts_SK.view(len(messages_SB), self.num_blocks), messages_SB[:, self.table_nbytes :]
 

@@ -19,8 +19,8 @@ from lowbit_strategy.collectives.layout import ALIGNMENT, round_up
 from lowbit_strategy.collectives.ordered import add_rows_, ordered_nbytes, sum_ordered
 from lowbit_strategy.collectives.sparse_layout import (
     Chosen,
-    Message,
     SparseLayout,
+    SparseMessage,
     counts_nbytes,
     entries_at,
     entries_nbytes,
@@ -32,7 +32,7 @@ Received = Generator[Pending, None, list[list[Chosen]]]
 
 
 def exchange_entries(
-    message: Message, layout: SparseLayout, codec: Codec, comm: Comm, *, same_counts: bool
+    message: SparseMessage, layout: SparseLayout, codec: Codec, comm: Comm, *, same_counts: bool
 ) -> Received:
     """Send every rank's entries to the ranks that sum them.
 
@@ -67,7 +67,7 @@ def exchange_entries(
     return _unpack(layout, codec, counts_SK, sizes_SV, wires)
 
 
-def _scatter(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
+def _scatter(message: SparseMessage, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
     counts_SK = torch.empty_like(message.counts_DK)
     yield comm.all_to_all(counts_SK, message.counts_DK)
     sizes_SV = layout.sizes(counts_SK)
@@ -76,7 +76,7 @@ def _scatter(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -
     return _unpack(layout, codec, counts_SK, sizes_SV, wires)
 
 
-def _gather_same(message: Message, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
+def _gather_same(message: SparseMessage, layout: SparseLayout, codec: Codec, comm: Comm) -> Received:
     own = message.whole
     received = torch.empty(comm.world_size, own.numel(), dtype=torch.uint8, device=layout.device)
     yield comm.all_gather(received, own)

@@ -140,7 +140,7 @@ def serve_trainers(module: Any) -> None:
 
 
 @functools.cache  # once
-def watch_optimizers(module: Any) -> None:
+def watch_for_section(module: Any) -> None:
     """`module` is ``torch.optim.optimizer``, in a process that has a section: training must not ignore the section."""
     check_once = functools.cache(_check_training)
     module.register_optimizer_step_pre_hook(lambda *_: check_once())

@@ -24,7 +24,7 @@ from lowbit_strategy.engine.rounds import Rounds
 from lowbit_strategy.inform import listed
 from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import canonical_name, describe_parameters, sharded_parameters
-from lowbit_strategy.ranks.groups import group_of
+from lowbit_strategy.ranks.groups import group_with
 from lowbit_strategy.ranks.ranks import Ranks
 
 EARLY_STEPS = (2, 10, 100)
@@ -107,7 +107,7 @@ def _all_of(ranks: Ranks, device: torch.device) -> Comm:
         return ranks.everyone
     members, columns = dist.get_process_group_ranks(ranks.group), gathered(ranks.column, ranks.group)
     own = [rank for rank, column in zip(members, columns, strict=True) if column == ranks.column]
-    return GroupComm(group_of(own, None, device))
+    return GroupComm(group_with(own, None, device))
 
 
 def _message(step_index: int, differing: Mapping[str, list[int]]) -> str:

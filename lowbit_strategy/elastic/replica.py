@@ -37,7 +37,7 @@ from lowbit_strategy.inform import inform
 from lowbit_strategy.kernels.digest import digests
 from lowbit_strategy.local_steps.fragment_sync import FragmentSync
 from lowbit_strategy.local_steps.outer_sync import OuterSync
-from lowbit_strategy.telemetry.startup_report import render_reports
+from lowbit_strategy.telemetry.startup_report import startup_report
 
 if TYPE_CHECKING:
     from lowbit_strategy.attach.session import Session
@@ -169,7 +169,7 @@ class ElasticOuterSync(OuterSync):
                 self.apply()
                 break
         self.turns.restart_clock()
-        if self.sync.ranks.everyone.rank == 0 and (report := render_reports(self.sync)):
+        if self.sync.ranks.everyone.rank == 0 and (report := startup_report(self.sync)):
             inform("%s", report)  # their number is only known now
 
     def _launch(self, *, done: bool) -> FragmentSync:

@@ -88,7 +88,7 @@ def copy_(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
         tensor.copy_(sources[key])
 
 
-def average_(targets: StateTensors, sources: StateTensors, share: float) -> None:
+def move_toward_(targets: StateTensors, sources: StateTensors, share: float) -> None:
     """Move one parameter's state toward `sources` by the fraction `share`. Values that cannot be averaged stay, or are
     taken from `sources` if `share` is 1.
     """

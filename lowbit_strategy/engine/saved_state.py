@@ -6,20 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 
-class Saved(Protocol):
-    """State that is saved: plain dicts, numbers, strings and tensors."""
+class Stateful(Protocol):
+    """State that is the same on all ranks: plain dicts, numbers, strings and tensors."""
 
     def state_dict(self) -> dict[str, Any]: ...
-
-
-class Stateful(Saved, Protocol):
-    """State that is the same on all ranks."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class RankState(Saved, Protocol):
-    """State of a single rank, saved in the rank's own file."""
+class RankState(Protocol):
+    """State of a single rank, saved in the rank's own file: plain dicts, numbers, strings and tensors."""
+
+    def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]], *, own: bool) -> None:
         """Restore the state that ranks have saved.

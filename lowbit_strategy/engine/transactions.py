@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from lowbit_strategy.codecs.base import StateTensors
 from lowbit_strategy.collectives.step_flags import StepFlags
-from lowbit_strategy.engine.copies import Copies, average_, copy_
+from lowbit_strategy.engine.copies import Copies, copy_, move_toward_
 from lowbit_strategy.engine.method_state import MethodState
 from lowbit_strategy.engine.transaction_listener import Follower, TransactionListener
 
@@ -99,7 +99,7 @@ class Transactions:
             live = self._state.tensors(name)
             count, mean = self._aside.get(name, (0, {}))
             if count:
-                average_(mean, live, 1 / (count + 1))
+                move_toward_(mean, live, 1 / (count + 1))
             else:
                 mean = {key: tensor.clone() for key, tensor in live.items()}
             self._aside[name] = count + 1, mean
@@ -117,7 +117,7 @@ class Transactions:
         for name in undecided:
             count, mean = self._aside.pop(name)
             if used:
-                average_(self._state.tensors(name), mean, count / (count + (name in self.open)))
+                move_toward_(self._state.tensors(name), mean, count / (count + (name in self.open)))
                 self.open.add(name)
 
     def rescale_(self, factor: float) -> None:

@@ -169,7 +169,7 @@ _DIVIDED_AFTERWARDS = (torch.float32, torch.bfloat16)  # FSDP2 divides other dty
 class CompressedReduceScatter(_ReduceScatter):
     """Reduces ``[W * n]`` to ``[n]``: the sum, divided as FSDP2 would, or still to be divided by FSDP2.
 
-    With two levels it reduces only inside the node, and `between_nodes`, FSDP2's all-reduce hook, does the rest.
+    With two levels it reduces only inside the node, and `reduce_between_nodes`, FSDP2's all-reduce hook, does the rest.
 
     With far ranks, messages travel while backward continues: FSDP2 gets the tensor that will hold the gradients, and
     the end of the backward pass waits for them, unless they are read earlier.
@@ -180,7 +180,7 @@ class CompressedReduceScatter(_ReduceScatter):
     """
 
     _between_stages: Stages
-    _continues_between_nodes = False  # whether `between_nodes` does the rest
+    _continues_between_nodes = False  # whether `reduce_between_nodes` does the rest
     _divisor = 1.0
 
     def __init__(
@@ -206,7 +206,7 @@ class CompressedReduceScatter(_ReduceScatter):
             own["gradient_divide_factor"] = 1.0
         if self._continues_between_nodes:
             stream = None if self._between is None else self._between.stream
-            own |= {"_all_reduce_hook": self.between_nodes, "_all_reduce_hook_stream": stream}
+            own |= {"_all_reduce_hook": self.reduce_between_nodes, "_all_reduce_hook_stream": stream}
         return own
 
     def __call__(
@@ -239,7 +239,7 @@ class CompressedReduceScatter(_ReduceScatter):
         if self._divisor != 1.0:
             total.div_(self._divisor)
 
-    def between_nodes(self, reduced: Tensor) -> None:
+    def reduce_between_nodes(self, reduced: Tensor) -> None:
         """Fill `reduced`, the output of the previous call."""
         if reduced.is_cuda:  # FSDP2 allocated it in a different stream
             reduced.record_stream(torch.cuda.current_stream(reduced.device))

@@ -15,8 +15,8 @@ from lowbit_strategy.options.configuration import takes_options_of
 from lowbit_strategy.options.conversion import refusing_unknown_options
 from lowbit_strategy.telemetry.observe import Observation
 
+from .lightning_control import LightningControl
 from .stock import Callback
-from .trainer_control import TrainerControl
 
 Where = bool | str | Path
 
@@ -54,7 +54,7 @@ class ControlCallback(Callback, ABC):
 
     def _attach(self, sync: GradientSync) -> None:
         """Attach to the engine of the coming fit, before a checkpoint is loaded."""
-        self.control = ModelControl.of(sync) or TrainerControl(sync, self._trainer)
+        self.control = ModelControl.of(sync) or LightningControl(sync, self._trainer)
         self.add_part(self.control)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -25,7 +25,7 @@ from lowbit_strategy.local_steps.paused_ddp import PausedDDP
 from lowbit_strategy.local_steps.rule import OuterRule
 from lowbit_strategy.model.differing import differing
 from lowbit_strategy.model.parameters import canonical_name, named_parameters, trainable_parameters
-from lowbit_strategy.ranks.groups import group_of
+from lowbit_strategy.ranks.groups import group_with
 from lowbit_strategy.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def _inside(ranks: Ranks, device: torch.device) -> Comm | None:
     members = dist.get_process_group_ranks(group)
     places = gathered(ranks.peers.rank, group)
     own = [rank for rank, place in zip(members, places, strict=True) if place == ranks.peers.rank]
-    return GroupComm(group_of(own, None, device))
+    return GroupComm(group_with(own, None, device))
 
 
 def _before_forward(model: nn.Module, steps: LocalSteps) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lowbit_strategy.collectives.comm import gathered
-from lowbit_strategy.ranks.groups import group_of
+from lowbit_strategy.ranks.groups import group_with
 
 
 def model_group(
@@ -34,7 +34,7 @@ def model_group(
     meshes = {id(each): each for each in map(mesh_of, module.parameters()) if each is not None}
     for each in [*meshes.values(), *([] if mesh is None else [mesh])]:
         own.update(each.mesh.flatten().tolist())
-    return group_of(sorted(set().union(*gathered(own, group))), group, device)
+    return group_with(sorted(set().union(*gathered(own, group))), group, device)
 
 
 def mesh_of(param: nn.Parameter) -> DeviceMesh | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowbit_strategy.telemetry.moments import Moment, now, seconds_between
+from lowbit_strategy.telemetry.instants import Instant, now, seconds_between
 
 
 class StepTime(NamedTuple):
@@ -27,8 +27,8 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ends: list[Moment] = []  # ends of steps; empty: nothing is timed
-        self._waits: list[tuple[int, Moment, Moment]] = []  # step, begin and end of each wait
+        self._ends: list[Instant] = []  # ends of steps; empty: nothing is timed
+        self._waits: list[tuple[int, Instant, Instant]] = []  # step, begin and end of each wait
 
     def start(self) -> None:
         """Start timing: a step begins now."""

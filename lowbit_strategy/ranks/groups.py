@@ -122,7 +122,7 @@ def connected(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     return group
 
 
-def group_of(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
+def group_with(ranks: Sequence[int], near: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
     """The group of these ranks, made once per run. Call it on all of them.
 
     Args:

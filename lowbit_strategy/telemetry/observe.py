@@ -20,8 +20,8 @@ from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
 from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.ranks.topology import Topology
+from lowbit_strategy.telemetry.instants import Instant, now, seconds_between
 from lowbit_strategy.telemetry.measure import StepMeasure, energies
-from lowbit_strategy.telemetry.moments import Moment, now, seconds_between
 
 _WIDTHS = {"energies": 3, "residual": 1, "end_to_end": 2}  # row lengths by figure
 
@@ -110,7 +110,7 @@ class _Timed(NamedTuple):
 
     pending: Pending
     device: torch.device
-    waits: list[tuple[Moment, Moment]]
+    waits: list[tuple[Instant, Instant]]
 
     @property
     def is_far(self) -> bool:
@@ -123,7 +123,7 @@ class _Timed(NamedTuple):
         return result
 
 
-def _seconds(stretches: Sequence[tuple[Moment, Moment]]) -> float:
+def _seconds(stretches: Sequence[tuple[Instant, Instant]]) -> float:
     return sum(seconds_between(began, ended) for began, ended in stretches)
 
 
@@ -164,8 +164,8 @@ class Observer(BucketObserver, StepListener):
             return None
         self._step = self.sync.step_index
         self._measure = StepMeasure(self.sync)
-        self._codes: list[tuple[Moment, Moment]] = []  # start and end of each time this rank coded
-        self._waits: list[tuple[Moment, Moment]] = []
+        self._codes: list[tuple[Instant, Instant]] = []  # start and end of each time this rank coded
+        self._waits: list[tuple[Instant, Instant]] = []
         self._sent_before = {ranks.peers: ranks.peers.sent_nbytes for ranks in self.sync.all_ranks}
         self._inside_before = self._inside_nbytes()
         return self

@@ -33,7 +33,7 @@ from lowbit_strategy.fitting.memory import memory_of
 from lowbit_strategy.lightning import LowBitFSDPStrategy
 from lowbit_strategy.methods.registry import as_compressor
 from lowbit_strategy.plan.running import plans_of
-from lowbit_strategy.telemetry.startup_report import render_reports
+from lowbit_strategy.telemetry.startup_report import startup_report
 from testing.processes.node_size import nodes_of
 from testing.processes.ranks import run_ranks
 from testing.processes.scenarios import Facts, all_but, raised, scenarios
@@ -115,7 +115,7 @@ def beside_stock(folder: Path, layout: str) -> Facts:
             facts["sent"], facts["planned"] = sent, [5 * plan.sent_nbytes for plan in plans_of(sync)]
             facts["sizes"] = [ranks.world_size for ranks in sync.all_ranks]
             facts["experts"] = any("experts" in name for name in sync.specs)
-            facts["report"] = render_reports(sync)
+            facts["report"] = startup_report(sync)
             session.close()
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, weights["loco"])

@@ -14,7 +14,7 @@ import torch
 
 from lowbit_strategy.checkpoint import residual_files
 from lowbit_strategy.checkpoint.capture import FORMAT
-from lowbit_strategy.checkpoint.residual_files import MissingResidualFile, Moment, ResidualFile, ResidualFileError
+from lowbit_strategy.checkpoint.residual_files import MissingResidualFile, ResidualFile, ResidualFileError, SavePoint
 
 
 def saved(
@@ -32,7 +32,7 @@ def names(folder: Path) -> list[str]:
 def replace_checkpoint(checkpoint: Path, state: dict[str, Any]) -> ResidualFile:
     """As rank 0 does: its file first, then the checkpoint, then what it replaces goes."""
     place = residual_files.save(checkpoint, state)
-    replaced = [each for each in residual_files.files_of(checkpoint) if each.moment.is_before(place.moment)]
+    replaced = [each for each in residual_files.files_of(checkpoint) if each.saved_at.is_before(place.saved_at)]
     residual_files.delete(checkpoint, replaced)
     return place
 
@@ -125,9 +125,9 @@ def test_what_a_checkpoint_replaces_goes(checkpoint: Path, folder: Path) -> None
 
 
 def test_moments_are_in_order_within_a_run() -> None:
-    moment = Moment("0a", 5, 1)
-    assert all(Moment(*earlier).is_before(moment) for earlier in (("0a", 4, 9), ("0a", 5, 0), ("0b", 9, 0)))
-    assert not any(Moment(*later).is_before(moment) for later in (("0a", 5, 1), ("0a", 5, 2), ("0a", 6, 0)))
+    saved_at = SavePoint("0a", 5, 1)
+    assert all(SavePoint(*earlier).is_before(saved_at) for earlier in (("0a", 4, 9), ("0a", 5, 0), ("0b", 9, 0)))
+    assert not any(SavePoint(*later).is_before(saved_at) for later in (("0a", 5, 1), ("0a", 5, 2), ("0a", 6, 0)))
 
 
 def test_saving_the_same_again_keeps_it(checkpoint: Path, folder: Path) -> None:

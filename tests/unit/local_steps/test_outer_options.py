@@ -23,7 +23,7 @@ from lowbit_strategy.doctor.dry_run import Planned, plan
 from lowbit_strategy.local_steps.cutting import cut_into
 from lowbit_strategy.local_steps.published import as_outer
 from lowbit_strategy.methods._base.compressor import Compressor, assign_all
-from lowbit_strategy.register import named
+from lowbit_strategy.register import strategy_arguments
 from recipes.gpt import GPT
 
 CPU = torch.device("cpu")
@@ -111,4 +111,4 @@ def test_a_rule_has_the_same_compressor_by_every_name() -> None:
 
 
 def by_strategy(name: str) -> Compressor:
-    return SyncOptions(**named(name)).default_compressor
+    return SyncOptions(**strategy_arguments(name)).default_compressor

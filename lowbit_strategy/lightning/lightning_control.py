@@ -11,7 +11,7 @@ from lowbit_strategy.control.base import Controller, Progress
 from lowbit_strategy.engine.engine import GradientSync
 
 
-class TrainerControl(ModelControl):
+class LightningControl(ModelControl):
     """The control of a Trainer's model. A finder trains without callbacks, so its trials are not reported.
 
     Args:

@@ -6,10 +6,10 @@ import time
 
 import torch
 
-Moment = float | torch.cuda.Event
+Instant = float | torch.cuda.Event
 
 
-def now(device: torch.device) -> Moment:
+def now(device: torch.device) -> Instant:
     """This thread's time on CPU; on CUDA the current stream's, without waiting for it."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -18,8 +18,8 @@ def now(device: torch.device) -> Moment:
     return event
 
 
-def seconds_between(began: Moment, ended: Moment) -> float:
-    """Seconds between two moments. On CUDA it waits until the device has reached `ended`."""
+def seconds_between(began: Instant, ended: Instant) -> float:
+    """Seconds between two instants. On CUDA it waits until the device has reached `ended`."""
     if isinstance(began, float):
         assert isinstance(ended, float)
         return ended - began
