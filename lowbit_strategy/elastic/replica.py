@@ -86,7 +86,6 @@ class ElasticOuterSync(OuterSync):
         membership: Finds the other replicas.
         standing: What this replica has committed and trained.
         members: Names of the last participants, including this replica.
-        on_join: Called when this replica is about to meet the others for the first time.
         on_healed: Called when this replica has received the others' state: `sync.step_index` is theirs.
         data: Gives this replica its samples, which depend on the members; None: they do not.
         num_heals: How often this replica has received the state of a different one.
@@ -100,7 +99,7 @@ class ElasticOuterSync(OuterSync):
         super().__init__(*values, **options)
         self.membership = membership
         self.data: ElasticSampler | None = None
-        self.on_join: Callable[[], object] = lambda: None
+        self._stop_waiting: Callable[[], object] = lambda: None  # for the first training forward pass
         self.on_healed: Callable[[], object] = lambda: None
         self.num_heals = 0
         self.standing = Standing(len(self.fragments))
@@ -131,7 +130,7 @@ class ElasticOuterSync(OuterSync):
                 session.resume()
 
         hook = module.register_forward_pre_hook(join, prepend=True)  # before the one in which FSDP2 gathers weights
-        self.on_join = hook.remove
+        self._stop_waiting = hook.remove
 
     def check_extendable(self) -> None:
         raise RuntimeError(
@@ -140,6 +139,7 @@ class ElasticOuterSync(OuterSync):
         )
 
     def leave(self) -> None:
+        self._stop_waiting()
         self.membership.leave()
 
     @property
@@ -163,7 +163,7 @@ class ElasticOuterSync(OuterSync):
 
     def join(self) -> None:
         """Meet the others before training; they may be in the middle of it. This takes up to a round."""
-        self.on_join()
+        self._stop_waiting()
         while (agreement := self._rendezvous(due=False)).exchanges:
             if self._attempt(agreement, done=False) is not None:
                 self.apply()

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit_strategy import DiLoCo, Elastic
+from lowbit_strategy.attach.ddp import attach_replica
 from lowbit_strategy.custom_loop import SyncOptions, attach_ddp, attach_fsdp, prepare
 from lowbit_strategy.elastic.membership import Membership
 
@@ -243,6 +245,23 @@ def test_the_command_is_a_lighthouse_until_it_is_interrupted(tmp_path: Path) -> 
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def closed_at_once(elastic: Elastic) -> bool:
+    """The model is used further, without compression."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    model = net()
+    session = attach_replica(model, prepare(model, LOCO, SyncOptions(outer=DiLoCo(every=5), elastic=elastic)))
+    session.close()
+    model(torch.randn(8, 32)).sum().backward()
+    joined: bool = session.replica.has_joined
+    return joined
+
+
+def test_a_session_that_is_closed_before_training_does_not_join(tmp_path: Path) -> None:
+    with Replicas(tmp_path, min_replicas=1) as run:
+        run.start("a", closed_at_once)
+        assert run.results("a") == {"a": False}
 
 
 def test_a_lighthouse_that_is_not_there_is_an_error_that_says_so() -> None:
