@@ -28,7 +28,7 @@ from lowbit_strategy.custom_loop import LoopClock, adapt
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout
 from lowbit_strategy.engine.bucket_schedule import Stages
 from lowbit_strategy.engine.engine import GradientSync
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.hooks.ddp import DDPHook
 from lowbit_strategy.methods._base.compressor import Compressor
 from lowbit_strategy.methods.weight_codings import WeightCode
@@ -111,7 +111,7 @@ def wrap(
     return net, prepared and attach_fsdp(net, prepared, device=device, has_scaler=has_scaler)
 
 
-class BucketCount:
+class BucketCount(StepListener):
     """Counts buckets, and can hold each up where it is about to be encoded: its stream (a CPU's thread) falls behind.
 
     Args:

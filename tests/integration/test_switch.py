@@ -15,7 +15,7 @@ from lowbit_strategy import LoCo, PowerSGD, TopK
 from lowbit_strategy.collectives.comm import Pending
 from lowbit_strategy.control import Phase, Schedule
 from lowbit_strategy.engine.bucket import Bucket, BucketLayout
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from lowbit_strategy.lightning import AdaptiveCompression
 from testing.processes.scenarios import Facts, scenarios
 from testing.training.regression import KINDS, Regression, loader, mlp, strategy, trainer
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     where: int
 
 
-class Buckets(L.Callback):
+class Buckets(L.Callback, StepListener):
     """What every step's buckets hold and where they lie, and how many graphs have been compiled until then.
 
     And whether the step had begun before its backward pass.

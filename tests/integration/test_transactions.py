@@ -18,7 +18,7 @@ from lowbit_strategy import PRESETS, DiLoCo, LocalSGD, LoCo, PostLocalSGD
 from lowbit_strategy import fabric as with_fabric
 from lowbit_strategy.accelerate import LowBitAccelerator, LowBitPlugin, binding_of
 from lowbit_strategy.custom_loop import Session, SyncOptions, attach_ddp, attach_fsdp, compress, prepare
-from lowbit_strategy.engine.listeners import StepPhase
+from lowbit_strategy.engine.listeners import StepListener, StepPhase
 from testing.log import listen
 from testing.processes.scenarios import Facts, none, raised, scenarios
 from testing.training.accelerated import fresh_state, fsdp_plugin
@@ -419,7 +419,7 @@ def test_a_step_that_torch_takes_to_make_state_is_none(facts: list[Facts]) -> No
         assert rank == {"weights": True, "state": True, "steps": (5, 5), "lines": []}
 
 
-class Failing:
+class Failing(StepListener):
     """Looks at buckets and fails."""
 
     traces = False
