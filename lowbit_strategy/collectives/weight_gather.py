@@ -52,7 +52,6 @@ class WeightGather:
     Attributes:
         comm: The argument.
         fresh: Whether the kept weights are the owners' current weights.
-        reduced: Whether the module's gradients have been reduced since it was gathered for a forward pass.
         sent_digest: The digest of this rank's row when it was last sent; None: unknown, or known to be another now.
         version: Rises whenever the weights may have changed.
         num_sent: Messages sent so far; `num_exact` of them held exact rows although the module has codes.
@@ -71,7 +70,8 @@ class WeightGather:
         flags: StepFlags,
     ) -> None:
         self.row_numel = row_numel
-        self.fresh = self.reduced = False
+        self.fresh = False
+        self._reduced = False  # gradients have been reduced since the module was gathered for a forward pass
         self.sent_digest: Tensor | None = None
         self.version = self.num_sent = self.num_exact = 0
         self._parts = parts
@@ -148,25 +148,29 @@ class WeightGather:
 
         Backward passes that are running still use the weights of their forward pass.
         """
-        self.reduced = True
+        self._reduced = True
         self.version += 1
 
     def begin_forward(self) -> None:
         """Let this forward pass gather, if gradients have been reduced. Without an optimizer's step in between, owners'
         rows may still be those that were sent; then differences are 0.
         """
-        if self.reduced:
+        if self._reduced:
             self._cancel_in_flight()
-            self.fresh = self.reduced = False
+            self.fresh = self._reduced = False
             self.version += 1
+
+    def unchanged(self) -> None:
+        """Keep using the kept weights, although gradients have been reduced, because no optimizer has stepped."""
+        self._reduced = False
 
     def invalidate(self) -> None:
         """Let the next gather send the owners' weights, because they have changed. Call it on all ranks."""
         self._cancel_in_flight()
-        self.fresh, self.reduced, self.sent_digest = False, False, None
+        self.fresh, self._reduced, self.sent_digest = False, False, None
         self.version += 1
 
-    def forget(self) -> None:
+    def loaded(self) -> None:
         """Drop the replica after weights have been loaded, since differences from the old weights are useless."""
         self._cancel_in_flight()
         self.fresh, self.sent_digest = False, None
@@ -188,6 +192,10 @@ class WeightGather:
         self._cancel_in_flight()
         self.fresh, self._same_on_all_ranks, self.sent_digest = False, False, None
         self._restored = None if row_N is None else row_N.to(self._device)
+
+    def forget(self) -> None:
+        """Begin with exact weights. Call it on all ranks."""
+        self.restore(None)
 
     def _own(self, rows: Tensor) -> Tensor:
         return rows.view(self.comm.world_size, -1)[self.comm.rank]

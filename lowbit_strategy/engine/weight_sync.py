@@ -100,17 +100,17 @@ class WeightSync:
     def unchanged(self) -> None:
         """Keep using the kept weights in the next micro-batch, because no optimizer has stepped."""
         for module in self.modules.values():
-            module.reduced = False
+            module.unchanged()
 
     def loaded(self) -> None:
         """Call this on all ranks when different weights have been loaded."""
         for module in self.modules.values():
-            module.forget()
+            module.loaded()
 
     def forget(self) -> None:
         """Start differences over, unless the loaded checkpoint contains their replica. Call it on all ranks."""
         for module in self.modules.values():
-            module.restore(None)
+            module.forget()
 
     def end_step(self) -> None:
         """End the step. Ranks may notice this at different times, some after weights for the next step have been
