@@ -106,7 +106,7 @@ class _Bucket:
         specs = [TensorSpec(f"measured {at}", (max(1, each // 128), min(each, 128))) for at in range(_TENSORS)]
         self._device = device
         self._alone = SingleRankBucket(compressor.phase(1 << 20), specs, device)
-        own = torch.Generator(device).manual_seed(0)  # the script's random numbers stay as they are
+        own = torch.Generator(device).manual_seed(0)  # the script's random numbers are unchanged
         self._x = torch.randn(self._alone.numel, device=device, generator=own)
         self._out = torch.empty_like(self._x)
         self._reduce(1)  # kernels are compiled

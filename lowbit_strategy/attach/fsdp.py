@@ -115,7 +115,7 @@ def _names(module: nn.Module, groups: Sequence[ShardedGroup]) -> list[str]:
 
 
 def _exchanged(module: nn.Module, groups: Sequence[ShardedGroup], ranks: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """The trained parameters whose gradients several ranks average, as they are on the mesh of `ranks`."""
+    """The trained parameters whose gradients several ranks average, in their form on the mesh of `ranks`."""
     shared = {id(shard) for each in groups for shard in each.shards}
     alone = {id(shard) for each in sharded_groups(module) for shard in each.shards} - shared
     left = {

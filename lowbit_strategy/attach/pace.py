@@ -54,7 +54,7 @@ class Pace:
         return False
 
     def end_step(self) -> None:
-        """A counted optimizer step is over on all ranks."""
+        """Called when a counted optimizer step has ended on all ranks."""
 
     def after_load(self) -> None:
         """A checkpoint's residuals have been loaded, on all ranks."""

@@ -198,7 +198,7 @@ class AutoChoice(Pace):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """A counted optimizer step is over on all ranks."""
+        """Called when a counted optimizer step has ended on all ranks."""
         if self.is_baseline:
             self.sync.count_step()
         self.trial_steps += self.phase != "settled"

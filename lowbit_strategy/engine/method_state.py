@@ -37,7 +37,7 @@ class MethodState:
         assignments: The method of each parameter, and the reason.
         stores: The state of all parameters that share peers and a method.
         carryover: Unsent residuals that the next method does not keep.
-        replaced: Stores that are no longer used, kept until the step is over because a stream may still read them.
+        replaced: Stores that are no longer used, kept until the step has ended, because a stream may still read them.
     """
 
     compressor: Compressor
@@ -139,7 +139,7 @@ class MethodState:
     def assign(self, assignments: Mapping[str, Assignment]) -> None:
         """Regroup, one parameter at a time. On a GPU, replaced state is moved to the host first.
 
-        1. a store whose parameters stay the same is kept as it is
+        1. a store whose parameters stay the same is kept
         2. a parameter whose ranks stay, and whose method stays or continues its old one, keeps all state
         3. otherwise what has not been sent yet becomes the new method's residual; if that has none, it is added to the
            next gradient

@@ -40,7 +40,7 @@ def before_backward(model: nn.Module, call: Callable[[], None]) -> None:
 
 
 class _OncePerPass:
-    """Calls `call` at the first of its own calls in a backward pass."""
+    """Calls `call` when it is first called in a backward pass."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call, self._last_pass = call, NO_PASS

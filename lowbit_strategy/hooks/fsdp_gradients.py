@@ -287,7 +287,7 @@ class HybridReduction(_ReduceScatter):
 
     @property
     def _is_local(self) -> bool:
-        """Whether replicas train by themselves."""
+        """Whether replicas train separately."""
         return self._sync.rounds is not None or self._ranks.alone
 
     def _settings(self) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def _fill(param: Any) -> bool:
 
 
 def is_read_at_once(param_group: Any) -> bool:
-    """Whether FSDP2 or an optimizer in backward reads the result before the backward pass is over."""
+    """Whether FSDP2 or an optimizer in backward reads the result before the backward pass ends."""
     return any(
         param.sharded_param.grad is not None or getattr(param.sharded_param, "_post_accumulate_grad_hooks", None)
         for param in param_group.fsdp_params
@@ -369,5 +369,5 @@ def is_read_at_once(param_group: Any) -> bool:
 
 
 def is_converted(param_group: Any, reduced: Tensor) -> bool:
-    """Whether FSDP2 converts the result to another dtype before the backward pass is over."""
+    """Whether FSDP2 converts the result to a different dtype before the backward pass ends."""
     return reduced.dtype != (param_group._orig_dtype or reduced.dtype)

@@ -88,7 +88,7 @@ class LowBitFSDPStrategy(SessionStrategy, FSDPConstructor, ModelParallelStrategy
     """FSDP2 with a compressed gradient reduce-scatter, for any LightningModule, without ``configure_model``.
 
     Entries of module lists and sequences with at least ``min_shard_numel`` parameters are sharded one by one, the rest
-    as one module. A module that shards itself in ``configure_model`` is used as it is. With one rank nothing is
+    as one module. A module that shards itself in ``configure_model`` is used unchanged. With one rank nothing is
     compressed. ``sync_batchnorm=True`` works; callbacks that average weights in a copy of the module are refused.
 
     Args:

@@ -37,7 +37,7 @@ class Series:
         return bool(self.steps)
 
     def smooth(self) -> Series:
-        """The moving mean over a fortieth of a long series; a short one as it is."""
+        """The moving mean over a fortieth of a long series; short ones are unchanged."""
         width = len(self.steps) // 40 if len(self.steps) > MANY else 1
         means = [statistics.fmean(self.values[max(0, at - width + 1) : at + 1]) for at in range(len(self.values))]
         return Series(self.steps, means)

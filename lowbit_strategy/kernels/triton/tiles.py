@@ -1,4 +1,4 @@
-"""Tiles, on which programs work: the table of all tiles, and a program's look-up of its own.
+"""Tiles, on which programs work: the table of all tiles, and a program's look-up of its tile.
 
 A tile is some whole blocks of one segment. A block's elements are held as a tuple of parts ``[rows, length]``, one row
 per block, see `lowbit_strategy.kernels.triton.layout`; numbers of a block are ``[rows]``.

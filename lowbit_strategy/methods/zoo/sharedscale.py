@@ -389,7 +389,7 @@ class TernGrad(TwoPrecisionCompressor):
 
 @functools.lru_cache(maxsize=256)
 def _packing_of(parameters: tuple[tuple[str, int], ...], block_size: int) -> Packed:
-    """The packing of whole parameters, by name and size, each in a tensor by itself."""
+    """The packing of whole parameters, by name and size, each in a separate tensor."""
     return Packed(
         Segments(Segment(0, numel, 0, 0, zlib.crc32(name.encode())) for name, numel in parameters), block_size
     )
