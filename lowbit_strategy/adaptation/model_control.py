@@ -266,7 +266,7 @@ class ModelControl(StepListener):
     def end_step(self, *, counted: bool) -> None:
         """Called by the engine."""
         if self.begun:
-            self.sync.listeners.together(self._report)
+            self.sync.listeners.when_all_have_ended(self._report)
 
     def _report(self) -> None:
         """Write the last step's results to log and record: observation, decisions, changed members, warnings."""

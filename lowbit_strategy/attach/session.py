@@ -81,7 +81,7 @@ class Session:
         self._warned, self._num_passes = False, 0  # backward passes since an optimizer stepped, if any has reduced
         self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
-        self._closed: Callable[[], None] | None = None  # finishes a step that this rank has ended
+        self._rest: Callable[[], None] | None = None  # of a step that this rank has ended alone
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         sync.ask_rates_of(self._use)
@@ -131,8 +131,8 @@ class Session:
     def _end_open_step(self) -> None:
         """Training continues: end the step that an optimizer took, unless it has been ended."""
         if self._is_open:
-            self._close_step()
-        self._meet()
+            self._end_alone()
+        self._end_together()
         self._use.stepped.clear()
 
     def begin_step(self, scaler: Any = None, *, loss: torch.Tensor | None = None) -> None:
@@ -209,11 +209,11 @@ class Session:
                     self._scale.read(scaler)
                 return any(ended)
         self.weights_changed()
-        counted = self._close_step(optimizer, scaler)
-        self._meet()
+        counted = self._end_alone(optimizer, scaler)
+        self._end_together()
         return counted
 
-    def _close_step(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
+    def _end_alone(self, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None) -> bool:
         """The part of `end_step` that this rank does alone, except in rounds or if a loss scaler may skip the step."""
         if optimizer is not None and not self._use.any_owner(optimizer):
             raise RuntimeError(MADE_BEFORE_SHARDING)
@@ -226,7 +226,7 @@ class Session:
         if scaler is not None:
             self._scale.read(scaler)
         if self.is_baseline:
-            self._closed = self.pace.end_step
+            self._rest = self.pace.end_step
             return True
         has_stepped = was_open or stepped is None
         if has_stepped and not self._warned and self.sync.sent_nbytes == 0 and self.sync.ranks.peers.world_size > 1:
@@ -236,23 +236,23 @@ class Session:
         if stepped is None:
             self._use.settle_all()
         synchronized = self.sync.in_step
-        counted = self.sync.close_step(stepped)
+        counted = self.sync.end_step_alone(stepped)
 
-        def meet() -> None:
-            self.sync.listeners.meet()
+        def end_together() -> None:
+            self.sync.listeners.all_have_ended()
             if synchronized:
                 self.pace.after_optimizer(optimizer)
             if counted:
                 self.pace.end_step()
 
-        self._closed = self._closed or meet
+        self._rest = self._rest or end_together
         return counted
 
-    def _meet(self) -> None:
+    def _end_together(self) -> None:
         """The part of `end_step` that ranks do together, when all have ended the step or will before continuing."""
-        meet, self._closed = self._closed, None
-        if meet is not None:
-            meet()
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Session:
                 then does step 3.
         """
         if self._is_open:
-            self._close_step()
+            self._end_alone()
         self.pace.arrive()
         return self._saver.around(path, asynchronous=asynchronous)
 

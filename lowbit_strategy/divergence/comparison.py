@@ -67,7 +67,7 @@ class Comparison(StepListener):
 
     def end_step(self, *, counted: bool) -> None:
         if counted:
-            self._sync.listeners.together(functools.partial(self._after_step, self._sync.step_index))
+            self._sync.listeners.when_all_have_ended(functools.partial(self._after_step, self._sync.step_index))
 
     def _after_step(self, step_index: int) -> None:
         if self._compared is not self._sync.rounds:

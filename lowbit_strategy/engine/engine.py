@@ -387,11 +387,11 @@ class GradientSync:
     def end_step(self, stepped: Iterable[str] | None = None) -> bool:
         """End the step after the optimizer has stepped or a loss scaler has skipped the step. Call this on all ranks.
 
-        Errors and the return value are those of `close_step`.
+        Errors and the return value are those of `end_step_alone`.
         """
-        counted = self.close_step(stepped)
+        counted = self.end_step_alone(stepped)
         self.weights_changed()
-        self.listeners.meet()
+        self.listeners.all_have_ended()
         return counted
 
     def weights_changed(self) -> None:
@@ -399,7 +399,7 @@ class GradientSync:
         if self.weights is not None:
             self.weights.invalidate()
 
-    def close_step(self, stepped: Iterable[str] | None = None) -> bool:
+    def end_step_alone(self, stepped: Iterable[str] | None = None) -> bool:
         """The part of `end_step` that this rank does alone; with a loss scaler that may skip the step, all ranks call
         it.
 

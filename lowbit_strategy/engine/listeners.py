@@ -8,7 +8,7 @@
 
 A step begins in this order. It ends with observations, then decisions, then records. Within a phase, listeners are
 called in the order in which they subscribed. A rank may end its step alone; exchanges between ranks happen in
-`together`.
+`when_all_have_ended`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Listeners:
 
     def __init__(self) -> None:
         self._by_phase: defaultdict[StepPhase, list[StepListener]] = defaultdict(list)
-        self._together: list[Callable[[], None]] = []
+        self._when_all_have_ended: list[Callable[[], None]] = []
 
     def __getitem__(self, phase: StepPhase) -> list[StepListener]:
         return self._by_phase[phase]
@@ -102,12 +102,12 @@ class Listeners:
         for listener in self._all:
             listener.checkpoint_loaded()
 
-    def together(self, call: Callable[[], None]) -> None:
+    def when_all_have_ended(self, call: Callable[[], None]) -> None:
         """Run `call`, which may communicate, when all ranks have ended the step. Used in `end_step`."""
-        self._together.append(call)
+        self._when_all_have_ended.append(call)
 
-    def meet(self) -> None:
-        """Run the calls given to `together`, because all ranks have ended the step."""
-        calls, self._together = self._together, []
+    def all_have_ended(self) -> None:
+        """Run the calls given to `when_all_have_ended`, because all ranks have ended the step."""
+        calls, self._when_all_have_ended = self._when_all_have_ended, []
         for call in calls:
             call()

@@ -212,7 +212,7 @@ class Observer(BucketObserver, StepListener):
             self.own_sent_nbytes = sum(self._sent.values())
             if counted:
                 seconds = None if self._last_end is None else end - self._last_end
-                self.sync.listeners.together(lambda: self._sum_up(seconds))
+                self.sync.listeners.when_all_have_ended(lambda: self._sum_up(seconds))
         self._last_end = end
 
     def _sum_up(self, seconds: float | None) -> None:

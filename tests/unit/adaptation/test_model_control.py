@@ -98,7 +98,7 @@ def test_a_monitor_that_joins_during_training_has_its_record(tmp_path: Path) -> 
     control.folder = tmp_path
     control.begin_pass(torch.tensor(2.5, requires_grad=True))
     reduce_step(sync, gradients(1))
-    sync.listeners.meet()
+    sync.listeners.all_have_ended()
     assert [(line["kind"], line["step"], line.get("loss")) for line in read_record(tmp_path)] == [
         ("start", 1, None),
         ("observation", 1, 2.5),
