@@ -71,9 +71,10 @@ def make_engine(
     """Fit a prepared model to its ranks and their memory, and make its engine. A single rank only keeps the residuals
     that a checkpoint contains. `modules`: the parameters that FSDP2 gathers together. `others`: see `GradientSync`.
     """
+    all_ranks = list(dict.fromkeys((ranks, *(others or {}).values())))
     for part in prepared.parts:
-        prepared = part.on_meshes(prepared, module, list(dict.fromkeys((ranks, *(others or {}).values()))))
-    fewest = min((ranks, *(others or {}).values()), key=lambda each: each.world_size)  # they keep most
+        prepared = part.on_meshes(prepared, module, all_ranks)
+    fewest = min(all_ranks, key=lambda each: each.world_size)  # they keep most
     if not fewest.alone:
         for part in prepared.parts:
             prepared = part.fitted(prepared, fewest, device, modules or {})

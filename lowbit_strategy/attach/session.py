@@ -78,7 +78,8 @@ class Session:
         self.module, self._hook = module, hook
         self._saver = ResidualSaver(sync)
         self.has_loaded = False
-        self._warned, self._num_passes = False, 0  # backward passes since an optimizer stepped, if any has reduced
+        self._warned = False
+        self._passes_without_step = 0  # backward passes since an optimizer stepped, if any has reduced
         self._warned_of_clipping = False
         self._is_open = False  # an optimizer has stepped, and the step has not ended yet
         self._rest: Callable[[], None] | None = None  # of a step that this rank has ended alone
@@ -174,8 +175,8 @@ class Session:
     def begin_reducing(self, scaler: Any = None) -> None:
         """Step 4 of `begin_step`, which ranks perform together, at the latest when DDP has a pass's first gradients."""
         if self.is_in_rounds or self.is_baseline or self.sync.in_step:  # frameworks call this for all their models
-            self._num_passes += 1
-            if self._num_passes == MANY_PASSES:
+            self._passes_without_step += 1
+            if self._passes_without_step == MANY_PASSES:
                 self._warn(NO_STEP_HAS_ENDED)
         if self.is_in_rounds or self.is_baseline or self.sync.ranks.alone:
             return
@@ -219,7 +220,8 @@ class Session:
             raise RuntimeError(MADE_BEFORE_SHARDING)
         was_open, self._is_open = self._is_open, False
         stepped = self._use.take_stepped() if was_open else self._use.would_step(optimizer)
-        self._num_passes = self._num_passes if was_open else 0
+        if not was_open:
+            self._passes_without_step = 0
         if self.is_in_rounds:
             self.pace.after_optimizer(optimizer)
             return True
@@ -405,7 +407,7 @@ class Session:
         if not self._use.knows(optimizer):
             self.options.check_optimizers(self.sync.compressor, [optimizer])
         self._use.on_optimizer_step(optimizer)
-        self._is_open, self._num_passes = True, 0
+        self._is_open, self._passes_without_step = True, 0
         if in_backward():  # others may step in the same pass: the next pass ends the step
             return
         self.weights_changed()

@@ -71,7 +71,6 @@ class GradientSync:
         node_means: Computes the means inside a node, by the node's ranks.
         extra_state, rank_state: Other state that is saved, by name: the same on all ranks, and different on each.
         learning_rates: Knows the learning rates of the optimizers that step the model.
-        begin_late: Called when DDP has the first gradients of a pass; it may call `begin_step`.
         rounds: Reduces in rounds, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are or will be rounds.
     """
@@ -99,7 +98,7 @@ class GradientSync:
         self.rounds: Rounds | None = None
         self.has_rounds = False
         self.learning_rates = LearningRates()
-        self.begin_late: Callable[[], None] = lambda: None
+        self._begin_late: Callable[[], None] = lambda: None
         self.ranks = ranks
         self.state = MethodState(specs, ranks, device, sharded=sharded, others=others)
         self._bind_ranks()
@@ -358,8 +357,12 @@ class GradientSync:
         self.learning_rates = learning_rates
 
     def begin_late_with(self, begin: Callable[[], None]) -> None:
-        """Call `begin` if gradients arrive before `begin_step`."""
-        self.begin_late = begin
+        """Call `begin`, which may call `begin_step`, in `gradients_arrive`."""
+        self._begin_late = begin
+
+    def gradients_arrive(self) -> None:
+        """Note that DDP has the first gradients of a pass."""
+        self._begin_late()
 
     def call_after_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the next backward pass that reduces has ended."""

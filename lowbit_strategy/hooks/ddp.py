@@ -99,7 +99,7 @@ class DDPHook:
         if self.closed:
             raise RuntimeError("the session that compressed this model's gradients was closed: attach_ddp starts over")
         if bucket.index() == 0:
-            self.sync.begin_late()
+            self.sync.gradients_arrive()
         buffer, last = bucket.buffer(), bucket.is_last()
         key = (last, buffer.dtype, *map(id, bucket.parameters()))
         if key not in self._cuts:
