@@ -167,7 +167,7 @@ def test_coarse_values_lose_nothing(kind: type[Compressor], world_size: int, val
 
 def test_exdynas_description_has_the_constants_of_its_code() -> None:
     text = " ".join((ExDyna.__doc__ or "").split())
-    assert f"drift += {exclusive._INTEGRAL:g} ln r; ln t += {exclusive._PROPORTIONAL:g} ln r + drift" in text
+    assert f"drift += {exclusive._INTEGRAL:g} ln ratio; ln tau += {exclusive._PROPORTIONAL:g} ln ratio + drift" in text
     assert f"off the target by more than a factor of {exclusive._BAND:g}" in text
     assert f"move by more than {100 * exclusive._CALM:g} % per step" in text
     assert "At most four times the wanted number" in text
