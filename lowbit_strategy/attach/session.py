@@ -247,7 +247,7 @@ class Session:
             if counted:
                 self.pace.end_step()
 
-        self._rest = self._rest or end_together
+        self._rest = self._rest or end_together  # once, although each of several optimizers may have ended it alone
         return counted
 
     def _end_together(self) -> None:
