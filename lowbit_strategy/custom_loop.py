@@ -197,7 +197,7 @@ def compress(
     attach: Any = attach_fsdp if prepared.scatter else attach_ddp
     session: Session = attach(model, prepared, mesh=mesh, has_scaler=scaler is not None)
     session.bind(lambda: optimizers, lambda: scaler)
-    session.ended_by.update(dict.fromkeys(optimizers))
+    session.end_after(optimizers)
     _begin_with_backward(model, session, scaler)
     session.resume()
     OwnCheckpoints(session).watch(optimizers)

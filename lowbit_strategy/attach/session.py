@@ -59,8 +59,6 @@ class Session:
 
     Attributes:
         module: The argument.
-        ended_by: Optimizers whose steps end the session's step without a call of `end_step`, with its result if they
-            have stepped since the last backward pass.
     """
 
     def __init__(
@@ -86,7 +84,9 @@ class Session:
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         sync.ask_rates_of(self._use)
-        self.ended_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool | None] = weakref.WeakKeyDictionary()
+        self._ending: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their steps end the session's step
+        # Those that have stepped since the last backward pass, and whether the step counted.
+        self._counted: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self.is_closed = False
         self.frozen = Frozen(module)
         watch_optimizers(self)
@@ -121,6 +121,10 @@ class Session:
         """
         self._use.bind(optimizers)
         self.pace.bind(lambda: [each for each in optimizers() if self.owns(each)], scaler)
+
+    def end_after(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Let every step of these optimizers end the session's step, without a call of `end_step`."""
+        self._ending.update(optimizers)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class Session:
 
     def begin_pass(self, loss: torch.Tensor | None = None) -> None:
         """Steps 1 to 3 of `begin_step`, which a rank performs even if it runs the backward pass alone."""
-        self.ended_by.update(dict.fromkeys(self.ended_by))
+        self._counted.clear()
         self.sync.listeners.begin_pass(loss)
         if self.is_in_rounds and is_superseded(self):
             raise RuntimeError(SHARED_IN_ROUNDS)
@@ -204,8 +208,8 @@ class Session:
         if not self._is_open:
             if optimizer is not None and self._use.moves_nothing(optimizer):
                 return False
-            ended = [counted for each, counted in self.ended_by.items() if optimizer in (None, each)]
-            if any(counted is not None for counted in ended):  # the step ended without a call
+            ended = [counted for each, counted in self._counted.items() if optimizer in (None, each)]
+            if ended:  # the step ended without a call
                 if scaler is not None:
                     self._scale.read(scaler)
                 return any(ended)
@@ -411,8 +415,8 @@ class Session:
         if in_backward():  # others may step in the same pass: the next pass ends the step
             return
         self.weights_changed()
-        if optimizer in self.ended_by:
-            self.ended_by[optimizer] = self.end_step(optimizer)
+        if optimizer in self._ending:
+            self._counted[optimizer] = self.end_step(optimizer)
 
     def serves(self, module: nn.Module) -> bool:
         """Whether `module` is this model, however it is wrapped."""
