@@ -84,7 +84,8 @@ class Session:
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
         sync.ask_rates_of(self._use)
-        self._ending: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # their steps end the session's step
+        # Optimizers whose steps end the session's step.
+        self._ending: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
         # Those that have stepped since the last backward pass, and whether the step counted.
         self._counted: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self.is_closed = False
@@ -124,7 +125,7 @@ class Session:
 
     def end_after(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Let every step of these optimizers end the session's step, without a call of `end_step`."""
-        self._ending.update(optimizers)
+        self._ending.update(dict.fromkeys(optimizers))
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
