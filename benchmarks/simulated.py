@@ -68,7 +68,7 @@ class Exchange(LearningRates):
         ]
         self._rate = 1.0  # of the step
         for sync in self.syncs if follows_rate else ():
-            sync.ask_rates_of(self)
+            sync.learning_rates = self
             FollowedRates(sync)
         self.corrections = [SecondMoment(sync, model) for sync in self.syncs] if corrects else []
         at, entries = 0, []
