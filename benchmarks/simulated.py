@@ -68,7 +68,7 @@ class Exchange(LearningRates):
         ]
         self._rate = 1.0  # of the step
         for sync in self.syncs if follows_rate else ():
-            sync.learning_rates = self
+            sync.ask_rates_of(self)
             FollowedRates(sync)
         self.corrections = [SecondMoment(sync, model) for sync in self.syncs] if corrects else []
         at, entries = 0, []

@@ -83,7 +83,7 @@ class Session:
         self._rest: Callable[[], None] | None = None  # of a step that this rank has ended alone
         self._scale = LossScale()
         self._use = GradientUse(module, sync)
-        sync.learning_rates = self._use
+        sync.ask_rates_of(self._use)
         # Optimizers whose steps end the session's step.
         self._ending: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
         # Those that have stepped since the last backward pass, and whether the step counted.

@@ -70,7 +70,7 @@ class GradientSync:
         weights: Gathers FSDP2's weights; None under DDP.
         node_means: Computes the means inside a node, by the node's ranks.
         extra_state, rank_state: Other state that is saved, by name: the same on all ranks, and different on each.
-        learning_rates: Those of the optimizers that step the model; the session sets them.
+        learning_rates: Knows the learning rates of the optimizers that step the model.
         rounds: Reduces in rounds, while gradients stay on their rank. None: gradients are reduced.
         has_rounds: Whether there are or will be rounds.
     """
@@ -351,6 +351,10 @@ class GradientSync:
             call_after_end(self._after_backward)
             self._after_backward = None
         return stages
+
+    def ask_rates_of(self, learning_rates: LearningRates) -> None:
+        """Know the learning rates that `learning_rates` knows."""
+        self.learning_rates = learning_rates
 
     def begin_late_with(self, begin: Callable[[], None]) -> None:
         """Call `begin`, which may call `begin_step`, in `gradients_arrive`."""

@@ -36,7 +36,7 @@ class SameRate(LearningRates):
 
 
 def begin(sync: GradientSync, rate: float) -> None:
-    sync.learning_rates = SameRate(sync, rate)
+    sync.ask_rates_of(SameRate(sync, rate))
     sync.begin_step()
 
 
