@@ -65,7 +65,7 @@ class ModelControl(StepListener):
         self.begun = False
         self._given_clock: ProgressClock | None = None
         self._given_log: Log | None = None
-        self._optimizer: Optimizer | None = None  # the one whose learning rate is shown
+        self._optimizer: Optimizer | None = None  # its learning rate is used if the clock has none
         self._record: Any = None
         self._bounds: BoundsWatch | None = None
         self._shown: Observation | None = None  # the last reported observation
@@ -116,7 +116,7 @@ class ModelControl(StepListener):
                 f" {type(controller).__name__} cannot as well: give a compressor, or leave the controller out"
             )
         if clock is not None:
-            self._given_clock, self._optimizer = clock, None
+            self._given_clock = clock
         self.driver = AdaptiveDriver(controller, self.sync, self.progress)
         return self.driver
 
@@ -134,7 +134,7 @@ class ModelControl(StepListener):
             options: What to observe, and when.
             log: Receives metrics and their step, in place of this object's `log`.
             folder: The folder of the record.
-            optimizer: The optimizer whose learning rate is shown.
+            optimizer: Its learning rate is used if the clock has none.
 
         Raises:
             ValueError: There is a monitor already.
@@ -153,15 +153,15 @@ class ModelControl(StepListener):
             self._bounds = BoundsWatch(options.bounds, self.sync)
         return self.observer
 
-    # -- moments ------------------------------------------------------------------------------------------------------
+    # -- the steps ----------------------------------------------------------------------------------------------------
 
     def progress(self, step: int) -> Progress:
         """The progress of training when this step begins."""
         progress = (self._given_clock or self.clock)(step)
-        if self._optimizer is not None:
-            return replace(progress, learning_rate=self._optimizer.param_groups[0]["lr"])
         if progress.learning_rate is not None:
             return progress
+        if self._optimizer is not None:
+            return replace(progress, learning_rate=self._optimizer.param_groups[0]["lr"])
         return replace(progress, learning_rate=self.sync.learning_rates.first_rate())
 
     def begin_pass(self, loss: torch.Tensor | None) -> None:

@@ -96,7 +96,7 @@ class BucketSchedule:
     ) -> None:
         """Start a bucket's pieces one by one, and advance the others. `future` gets `result` when all are done."""
         unfinished = list(pieces)
-        with self._failing_together():
+        with self._failing_together(future):
             for stages in pieces:
                 self._start(_Piece(stages, unfinished, result, future))
         if last:
@@ -134,13 +134,17 @@ class BucketSchedule:
                     self._advance(piece)
 
     @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """A context whose error is passed to everything that waits."""
+    def _failing_together(self, starting: torch.futures.Future[Tensor] | None = None) -> Iterator[None]:
+        """A context whose error is passed to everything that waits. `starting`: a bucket of which some pieces may not
+        have begun.
+        """
         try:
             yield
         except Exception as error:
             self._on_error(error)
             failed, self._active = {piece.future for piece in self._active}, []
+            if starting is not None and not starting.done():
+                failed.add(starting)
             self._untaken.clear()
             for future in failed:
                 future.set_exception(error)  # type: ignore[arg-type]  # as torch's own documentation

@@ -112,7 +112,9 @@ class DeferredSignals:
             type(loop)._broadcast_sigterm_tensor(loop)
 
     def run(self, bit: int, *, own_only: bool = False) -> None:
-        """Run the Trainer's handlers on every rank, and other handlers only where the signal arrived."""
+        """Run the Trainer's handlers on every rank, and other handlers only where the signal arrived. `own_only`:
+        leave out the Trainer's.
+        """
         received = self.has_received(bit)
         self._received &= ~bit
         if not received:

@@ -97,8 +97,7 @@ class DGC(OwnPositions):
     References:
         Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", 2018,
         arXiv 1712.01887, algorithms 1 and 4, section 3. If more than k are selected, the largest are sent; the authors'
-            code sends
-        the first.
+        code sends the first.
     """
 
     name: ClassVar[str] = "dgc"

@@ -254,6 +254,7 @@ def one_of_two(folder: Path) -> Facts:
     return {
         "warned": [line for line in logged if "no step has ended" in line],
         "steps": sync.step_index,
+        "saved": any(folder.glob("*.lowbit/*")),
         "folders": [path.name for path in folder.glob("*.lowbit/*") if path.is_dir()],
     }
 
@@ -262,6 +263,7 @@ def one_of_two(folder: Path) -> Facts:
 def test_a_model_that_is_not_trained_or_gone_does_not_matter(facts: list[Facts]) -> None:
     assert facts[0]["warned"] == []
     assert facts[0]["steps"] == 8 * (MANY_PASSES // 8 + 1)
+    assert facts[0]["saved"]
     assert facts[0]["folders"] == []  # the residuals are the first model's
 
 

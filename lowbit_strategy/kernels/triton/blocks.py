@@ -144,7 +144,8 @@ def decode_sum_kernel(
     codes_at = wire + tl.multiple_of(tl.load(row + CODES), 16) + tile * (shape.rows * fmt.code_nbytes)
     scales_at = wire + tl.load(row + SCALES) + tile * (shape.rows * 2)
     stride = stride.to(tl.int64)
-    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)  # loaded, so that the compiler does not know that it is 0
+    # loaded, so that the compiler knows neither that it is 0 nor that all threads have the same
+    zero = (tl.load(row + NUMEL) >> 62).to(tl.int32)
     common = Common(stride, alpha, zero, groups, singles)
     if is_plain:
         decode_tile(codes_at, scales_at, tl.multiple_of(out, 16), TILE, common, UNROLLED, fmt, shape, True)

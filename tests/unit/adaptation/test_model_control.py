@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit_strategy import Dense
+from lowbit_strategy import Dense, LoCo
 from lowbit_strategy.adaptation.model_control import ModelControl
 from lowbit_strategy.adaptation.monitor_options import MonitorOptions
+from lowbit_strategy.control import Accordion
+from lowbit_strategy.custom_loop import LoopClock
 from testing.record import read_record
 from testing.worlds.single import engine, gradients, reduce_step
 
@@ -86,6 +88,21 @@ def test_rates_are_put_back_after_a_step_that_fails_or_is_skipped(control: Model
     with control.scaled(optimizer, lambda: None):
         """A scaler has found an overflow."""
     assert optimizer.param_groups[0]["lr"] is rate
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
+@pytest.mark.parametrize("of_clock", [0.25, None])
+def test_the_clock_s_rate_comes_before_the_monitor_s(monitor_first: bool, of_clock: float | None) -> None:
+    control = ModelControl(engine(Dense()))
+    given = None if of_clock is None else torch.optim.SGD([_param()], lr=of_clock)
+    parts = [
+        lambda: control.monitor(MonitorOptions(), optimizer=torch.optim.SGD([_param()], lr=0.5)),
+        lambda: control.adapt(Accordion(light=LoCo(bits=8), heavy=LoCo(bits=2)), LoopClock(given, num_steps=9)),
+    ]
+    for part in parts if monitor_first else reversed(parts):
+        part()
+    progress = control.progress(3)
+    assert (progress.num_steps, progress.learning_rate) == (9, of_clock or 0.5)
 
 
 @pytest.mark.filterwarnings("error")

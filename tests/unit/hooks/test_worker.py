@@ -144,6 +144,19 @@ def test_after_an_error_nothing_of_the_failed_pass_goes_on() -> None:
     assert log == ["start new", "arrived new0", "end new"]
 
 
+def test_a_bucket_fails_whose_other_pieces_have_not_begun() -> None:
+    schedule, future = BucketSchedule(), torch.futures.Future[Tensor]()
+
+    def failing() -> Iterator[Travel]:
+        yield Travel("old", [])
+        raise RuntimeError("out of memory")
+
+    schedule.start([failing()], torch.zeros(1), torch.futures.Future(), last=False)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        schedule.start([iter(()), stages("new", [])], torch.zeros(1), future, last=False)
+    assert future.done()
+
+
 def test_nothing_of_a_bucket_is_kept_once_it_is_done(worker: BucketWorker) -> None:
     """DDP's first bucket may be the whole gradient; while it lay in the thread's hands, the next step held two."""
     finished(worker.submit(stages("a", []), result=torch.zeros(1), last=True))
